@@ -47,7 +47,7 @@ class Array(Record, frozen=True):
     @classmethod
     def of(cls, values: ArrayLike, dtype: str) -> "Array":
         """Copy `values` into a record. `dtype` is a numpy name, such as `int32`."""
-        array = np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
+        array = np.array(values, dtype=np.dtype(dtype).newbyteorder("<"), order="C")
         return cls(data=array.tobytes(), dtype=dtype, shape=array.shape)
 
     def numpy(self) -> NDArray[Any]:
