@@ -1,0 +1,86 @@
+"""The compact grammar, the default renderer of small models: no JSON, no names of arguments, six special tokens.
+
+    <|task|> text <|call|> edit<|arg|>12<|arg|>old<|arg|>new<|end|> <|obs|> text <|call|> submit<|end|>
+
+The policy samples from behind `<|call|>` to `<|end|>`, the stop token: one call per turn, arguments in the order of the
+tool's parameters. Tools are not described: a policy of this size learns them from demonstrations.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+from tidemill.core.records import Observation, ToolCall
+from tidemill.core.seams import ToolSpec, Turn
+from tidemill.text.calls import fault, positional_call, without_duplicates
+from tidemill.text.tokenizer import ARG, CALL, END, OBS, TASK, Tokenizer
+
+CUT_MARK = "\n...\n"
+
+
+@final
+class CompactRenderer:
+    """`core.seams.Renderer` over a `Tokenizer`."""
+
+    name = "compact-1"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._task, self._obs = tokenizer.special(TASK), tokenizer.special(OBS)
+        self._call, self._arg = tokenizer.special(CALL), tokenizer.special(ARG)
+        self._end = tokenizer.special(END)
+        self._mark = tokenizer.encode(CUT_MARK)
+        self.stop_ids = [self._end]
+
+    def open(self, tools: Sequence[ToolSpec], text: str) -> list[int]:
+        return [self._task, *self._tokenizer.encode(text), self._call]
+
+    def observe(self, observations: Sequence[Observation], max_tokens: int) -> list[int]:
+        """Each text has at most `max_tokens` ids: a longer one is cut in the middle, with a marker."""
+        ids: list[int] = []
+        for observation in observations:
+            ids += [self._obs, *self._cut(self._tokenizer.encode(observation.text), max_tokens)]
+        return [*ids, self._call]
+
+    def say(self, calls: Sequence[ToolCall]) -> list[int]:
+        """Raises `ValueError` for any number of calls but one: the grammar has no word for it."""
+        if len(calls) != 1:
+            raise ValueError(f"the compact grammar says one call per turn, not {len(calls)}")
+        ids = self._tokenizer.encode(calls[0].name)
+        for value in calls[0].arguments.values():
+            ids += [self._arg, *self._tokenizer.encode(str(value))]
+        return [*ids, self._end]
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], turn: int) -> Turn:
+        result = self._parse(token_ids, tools, f"call-{turn}")
+        calls, errors = without_duplicates([result])
+        return Turn(text=self._tokenizer.decode(token_ids), calls=calls, errors=errors)
+
+    def _parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], call_id: str) -> ToolCall | Observation:
+        if not token_ids:
+            return fault(call_id, "empty", "nothing was said")
+        if token_ids[-1] != self._end:
+            return fault(call_id, "truncated", "the call does not end: say less")
+        fields: list[list[int]] = [[]]
+        for id_ in token_ids[:-1]:
+            if id_ == self._arg:
+                fields.append([])
+            elif id_ in self._tokenizer.special_ids:
+                return fault(call_id, "malformed", "a call holds a name, arguments and an end, no other mark")
+            else:
+                fields[-1].append(id_)
+        values = []
+        for ids in fields:
+            try:
+                values.append(self._tokenizer.decode_bytes(ids).decode("utf-8"))
+            except ValueError:  # UnicodeDecodeError is one
+                return fault(call_id, "malformed", "the call is no text")
+        return positional_call(call_id, values[0], values[1:], tools)
+
+    def _cut(self, ids: list[int], max_tokens: int) -> list[int]:
+        if len(ids) <= max_tokens:
+            return ids
+        kept = max_tokens - len(self._mark)
+        if kept < 2:
+            return ids[: max(0, max_tokens)]
+        head = kept // 2
+        return [*ids[:head], *self._mark, *ids[len(ids) - (kept - head) :]]
