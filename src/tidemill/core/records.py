@@ -282,6 +282,9 @@ class Attempt(Record, frozen=True):
     lease_until_s: float
     """Unix time; renewed by heartbeat."""
     try_index: int
+    min_version: int = -1
+    """Sample from this version or a later one only: an engine that is behind would make the episode too old to be
+    trained by its group's deadline. −1: any."""
 
 
 class AttemptResult(Record, frozen=True):
