@@ -1,0 +1,168 @@
+"""The command line: what is asked, who answers it, and one clear line where it fails.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage.
+"""
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tidemill import __version__
+from tidemill.core.errors import TidemillError
+
+
+class Command(NamedTuple):
+    """One line of the table below."""
+
+    words: str
+    handler: str
+    """`module:function` in `tidemill.run`, imported only when it is asked for: torch takes seconds."""
+    help: str
+    arguments: tuple[tuple[tuple[str, ...], dict[str, object]], ...]
+    example: str
+
+
+def _argument(*names: str, **options: object) -> tuple[tuple[str, ...], dict[str, object]]:
+    return names, options
+
+
+RUN = _argument("run", metavar="DIR", help="a run folder, such as runs/demo")
+JSON = _argument("--json", action="store_true", help="print JSON for scripts")
+TIER = _argument("--tier", default="namespaces", choices=("namespaces", "local"), help="the sandbox tier")
+
+COMMANDS = (
+    Command(
+        "doctor",
+        "doctor:doctor_command",
+        "what this machine can do, what is missing, and how to mend it",
+        (_argument("--sandbox", action="store_true", help="also try the known escapes from inside a sandbox"), JSON),
+        "tidemill doctor --sandbox",
+    ),
+    Command(
+        "run",
+        "launch:run_command",
+        "train by a recipe; an existing folder is resumed",
+        (
+            _argument("recipe", metavar="RECIPE", help="a Python file that defines `recipe`"),
+            _argument("--out", metavar="DIR", help="the run folder (default: runs/ and the recipe's name)"),
+            _argument("--dry-run", action="store_true", help="print the resolved recipe, memory and time, and stop"),
+        ),
+        "tidemill run recipes/quickstart.py --out runs/demo --rl.num-updates 30",
+    ),
+    Command("status", "inspect:status_command", "how a run stands", (RUN, JSON), "tidemill status runs/demo"),
+    Command("stop", "inspect:stop_command", "end a run; `run` resumes it", (RUN,), "tidemill stop runs/demo"),
+    Command(
+        "audit",
+        "inspect:audit_command",
+        "recompute what a run claims, from its journal, blobs and events",
+        (RUN, JSON),
+        "tidemill audit runs/demo",
+    ),
+    Command(
+        "report",
+        "inspect:report_command",
+        "write one self-contained page about a run",
+        (RUN, _argument("-o", "--out", metavar="FILE", help="default: report.html in the run folder")),
+        "tidemill report runs/demo -o report.html",
+    ),
+    Command(
+        "tasks synth",
+        "tasks:synth_command",
+        "make tasks from a repository, or from packages by NAME==VERSION, each validated in a sandbox",
+        (
+            _argument(
+                "source", metavar="SOURCE", nargs="+", help="a folder with Python code and tests, or NAME==VERSION"
+            ),
+            _argument("-o", "--out", metavar="DIR", required=True, help="the task set folder to write"),
+            _argument("--seed", type=int, default=0),
+            _argument("--max-tasks", type=int, default=300),
+            TIER,
+        ),
+        "tidemill tasks synth ./my-repo -o tasks/mine",
+    ),
+    Command(
+        "tasks check",
+        "tasks:check_command",
+        "validate a sample of a task set again",
+        (
+            _argument("tasks", metavar="TASKS", help="a task set folder, or a manifest"),
+            _argument("--sample", type=int, default=20, help="how many tasks"),
+            _argument("--seed", type=int, default=0),
+            TIER,
+        ),
+        "tidemill tasks check tasksets/mend-v1/manifest.json --sample 20",
+    ),
+    Command(
+        "tasks show",
+        "tasks:show_command",
+        "print one task as the agent gets it",
+        (_argument("tasks", metavar="TASKS"), _argument("task", metavar="TASK", help="a task id, or the start of one")),
+        "tidemill tasks show tasks/mine mend-0001",
+    ),
+    Command(
+        "tasks solve",
+        "tasks:solve_command",
+        "grade the known solution of one task: 1 is what it must earn",
+        (_argument("tasks", metavar="TASKS"), _argument("task", metavar="TASK"), TIER),
+        "tidemill tasks solve tasks/mine mend-0001",
+    ),
+    Command(
+        "sandbox run",
+        "sandbox:run_command",
+        "one command in an episode's sandbox, with its verdict",
+        (
+            _argument("--repo", metavar="DIR", help="copied into the sandbox as its workspace"),
+            TIER,
+            _argument("--timeout-s", type=float, default=30.0),
+            _argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="after --"),
+        ),
+        "tidemill sandbox run -- python3 -c 'print(1)'",
+    ),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="tidemill", description="Reinforcement learning for coding agents, in the harness they are deployed in."
+    )
+    root.add_argument("--version", action="version", version=f"tidemill {__version__}")
+    groups: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {
+        "": root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    }
+    helps = {"tasks": "make, check and show tasks", "sandbox": "the episode's sandbox by hand"}
+    for command in COMMANDS:
+        group, _, name = command.words.rpartition(" ")
+        if group not in groups:
+            nested = groups[""].add_parser(group, help=helps[group])
+            groups[group] = nested.add_subparsers(title="commands", metavar="COMMAND", required=True)
+        sub = groups[group].add_parser(
+            name, help=command.help, description=command.help, epilog=f"example: {command.example}"
+        )
+        for names, options in command.arguments:
+            sub.add_argument(*names, **options)  # type: ignore[arg-type]
+        sub.add_argument("--debug", action="store_true", help="a traceback where something fails")
+        sub.set_defaults(handler=command.handler, words=command.words)
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `tidemill`; exits."""
+    arguments, rest = parser().parse_known_args(argv)
+    if rest and arguments.words != "run":
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.words == "run":
+        arguments.overrides = rest
+    module, _, function = arguments.handler.partition(":")
+    try:
+        code = getattr(importlib.import_module(f"tidemill.run.{module}"), function)(arguments)
+    except KeyboardInterrupt:
+        code = 130
+    except (TidemillError, OSError) as error:
+        if arguments.debug:
+            traceback.print_exc()
+        print(f"tidemill {arguments.words}: {error}", file=sys.stderr)
+        code = error.exit_code if isinstance(error, TidemillError) else 1
+    sys.exit(code)

@@ -1,0 +1,188 @@
+"""A recipe: everything that a run is made of, in one frozen value. Recipes are Python files that define `recipe`.
+
+Numbers that the Composer 2 report does not publish are fields here, and ours.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import runpy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from tidemill.core.errors import UsageError
+from tidemill.core.seams import Environment
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise UsageError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}: give a number above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """Shape of a policy that starts from nothing: Qwen3-MoE in the Hugging Face layout."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 160
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    num_experts: int = 4
+    experts_per_token: int = 2
+    expert_size: int = 320
+    """Width of one expert's SwiGLU."""
+    max_context_tokens: int = 1536
+
+    def __post_init__(self) -> None:
+        _positive(self, *(field.name for field in dataclasses.fields(self)))
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise UsageError(
+                f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}, "
+                f"and that of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise UsageError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PretrainingConfig:
+    """Continued pre-training on real code: reading it, and mending faults planted in it."""
+
+    num_steps: int
+    tokens_per_step: int = 2048
+    peak_lr: float = 2e-3
+    code_weight: float = 0.2
+    """Loss weight of a token of code, where one of the repair has 1."""
+    max_functions: int = 6000
+    num_threads: int = 2
+    """The rest of the machine has little to do meanwhile."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_steps", "tokens_per_step", "peak_lr", "max_functions", "num_threads")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemonstrationConfig:
+    """SFT on episodes that a scripted demonstrator played in the very harness of RL."""
+
+    num_episodes: int
+    gold_probability: float = 0.6
+    """That an edit of the demonstrator is the right one; otherwise a plausible wrong one, and it tries again."""
+    num_epochs: int = 2
+    tokens_per_step: int = 4096
+    peak_lr: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_episodes", "num_epochs", "tokens_per_step", "peak_lr")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReinforcementConfig:
+    """Asynchronous RL: policy gradient, group-mean baseline, no std division, no length normalisation."""
+
+    num_updates: int
+    group_size: int = 8
+    groups_per_batch: int = 6
+    max_age: int = 2
+    """Bound on staleness, in versions; 0 is the synchronous loop."""
+    peak_lr: float = 3e-4
+    kl_weight: float = 0.0
+    temperature: float = 1.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_updates", "group_size", "groups_per_batch", "peak_lr", "temperature", "max_grad_norm")
+        if self.max_age < 0:
+            raise UsageError(f"max_age is {self.max_age}: 0 (synchronous) or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Where episodes are played."""
+
+    num_workers: int = 1
+    num_slots: int = 16
+    """Episodes at once, per worker."""
+    num_engines: int = 1
+    kv_policy: Literal["continue", "recompute", "finish"] = "continue"
+    """What becomes of the KV cache when new weights arrive in the middle of a generation."""
+    tier: Literal["namespaces", "local"] = "namespaces"
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_workers", "num_slots", "num_engines")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Held-out tasks, examined by a service of its own."""
+
+    every: int
+    """Versions between two examinations; the first and the last version are always examined."""
+    num_tasks: int = 40
+    num_samples: int = 1
+
+    def __post_init__(self) -> None:
+        _positive(self, "every", "num_tasks", "num_samples")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    name: str
+    tasks: str
+    """A task manifest (`.json`) or a task set folder; relative to the recipe's file."""
+    seed: int = 0
+    policy: PolicyConfig = PolicyConfig()
+    pretraining: PretrainingConfig
+    demonstrations: DemonstrationConfig
+    rl: ReinforcementConfig
+    rollouts: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig
+    environments: tyro.conf.Suppress[Mapping[str, Callable[[], Environment]]] = dataclasses.field(default_factory=dict)
+    """Name in `Task.environment` → your class, beside the built-in `mend`."""
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that a file defines, with `--a.b VALUE` overrides applied. Raises `UsageError`."""
+    if not path.is_file():
+        raise UsageError(
+            f"no recipe at {path}: give a Python file that defines `recipe`, such as recipes/quickstart.py"
+        )
+    try:
+        found = runpy.run_path(str(path)).get("recipe")
+    except TypeError as error:
+        raise UsageError(f"{path}: {error}{_did_you_mean(str(error))}") from error
+    except (SyntaxError, ImportError, NameError) as error:
+        raise UsageError(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Recipe):
+        raise UsageError(f"{path} defines no `recipe`: end it with `recipe = Recipe(...)`, of tidemill.run.config")
+    if not overrides:
+        return found
+    return tyro.cli(Recipe, default=found, args=list(overrides), prog=f"tidemill run {path}")
+
+
+def _did_you_mean(message: str) -> str:
+    """A hint for «unexpected keyword argument 'x'»."""
+    kinds = [kind for kind in globals().values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    wrong = message.split("'")[1] if "unexpected keyword argument '" in message else ""
+    close = difflib.get_close_matches(wrong, sorted(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def resolved(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain data: what `--dry-run` prints, what `run.json` keeps and what the digest is taken of."""
+    plain = dataclasses.asdict(dataclasses.replace(recipe, environments={}))
+    plain["environments"] = {
+        name: f"{make.__module__}.{make.__qualname__}" for name, make in recipe.environments.items()
+    }
+    return plain
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    return hashlib.sha256(json.dumps(resolved(recipe), sort_keys=True).encode()).hexdigest()
