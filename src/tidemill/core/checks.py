@@ -18,7 +18,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from tidemill.core.records import Record
 
@@ -58,6 +58,10 @@ class TestReport(Record, frozen=True):
     """Of a failure: exception type and text; an assertion brings its values."""
     where: str = ""
     """Of a failure: the innermost line of the workspace outside the tests, as `path:line`; else empty."""
+    statement: str = ""
+    """Of a failure: the statement of the test that failed."""
+    parameters: str = ""
+    """Of a failure of a parametrized test: names and values."""
 
 
 def new_nonce() -> str:
@@ -68,9 +72,12 @@ def new_nonce() -> str:
 # --- pytest --------------------------------------------------------------------------------------------------
 
 
-def pytest_stdin(nonce: str, ids: Sequence[str], *, rewrite: bool = True) -> bytes:
-    """The request for `pytest_source`. Without `rewrite`, assertions bring no values, and a run is quicker."""
-    return json.dumps({"nonce": nonce, "ids": list(ids), "rewrite": rewrite}).encode()
+def pytest_stdin(nonce: str, ids: Sequence[str], *, rewrite: bool = True, cpu_s: int = 10) -> bytes:
+    """The request for `pytest_source`. Without `rewrite`, assertions bring no values, and a run is quicker.
+
+    More than `cpu_s` seconds of CPU end the run, however busy the machine is: the verdict does not depend on its load.
+    """
+    return json.dumps({"nonce": nonce, "ids": list(ids), "rewrite": rewrite, "cpu_s": cpu_s}).encode()
 
 
 def parse_statuses(stdout: bytes, nonce: str, ids: Sequence[str]) -> dict[str, TestReport]:
@@ -78,18 +85,18 @@ def parse_statuses(stdout: bytes, nonce: str, ids: Sequence[str]) -> dict[str, T
     for, repeated or malformed are ignored: the first one of an id stands, unless a later one is worse."""
     found: dict[str, TestReport] = {}
     wanted = set(ids)
-    for item in _lines(stdout, nonce):
+    for item in report_lines(stdout, nonce):
         if not isinstance(item, dict):
             continue
-        values = [item.get(key) for key in ("id", "status", "message", "where")]
-        if not all(isinstance(value, str) for value in values):
+        fields = {key: item.get(key, "") for key in ("id", "status", "message", "where", "statement", "parameters")}
+        if not all(isinstance(value, str) for value in fields.values()):
             continue
-        id_, status, message, where = cast(list[str], values)
+        id_, status = fields["id"], fields["status"]
         if id_ not in wanted or status not in get_args(Status):
             continue
         if id_ in found and found[id_].status != "passed":
             continue
-        found[id_] = TestReport(id=id_, status=cast(Status, status), message=message, where=where)
+        found[id_] = TestReport(**cast(dict[str, Any], fields))
     return {id_: found.get(id_, TestReport(id=id_, status="missing")) for id_ in ids}
 
 
@@ -107,20 +114,20 @@ def failure_text(reports: Mapping[str, TestReport], max_chars: int = 300) -> str
     text = f"{first.status}: {_compact(first.message)}" if first.message else first.status
     if first.where:
         text += f" (at {first.where})"
-    return _cut(text, max_chars)
+    text = _cut(text, max_chars)
+    for extra in (first.statement, first.parameters):
+        room = max_chars - len(text) - 4
+        if extra and room >= 20:
+            text += "\n in " + _cut(" ".join(extra.split()), room)
+    return text
 
 
 def _compact(message: str) -> str:
-    """An assertion as pytest words it, without addresses: its first line, and the call that gave the left side."""
+    """An assertion as pytest words it, without addresses: its first line."""
     lines = [re.sub(r" at 0x[0-9a-f]+", "", line.strip()) for line in message.splitlines() if line.strip()]
     if not lines:
         return ""
-    kept = lines[0].removeprefix("AssertionError: ")
-    calls = (re.fullmatch(r"\+\s+(?:where|and) (.*= <function (\S+?)>(\(.*))", line) for line in lines[1:])
-    for call in calls:
-        if call is not None:
-            return f"{kept}; {call[2]}{call[3]}"
-    return kept
+    return lines[0].removeprefix("AssertionError: ")
 
 
 def _cut(text: str, max_chars: int) -> str:
@@ -133,15 +140,15 @@ def _cut(text: str, max_chars: int) -> str:
 # --- replay --------------------------------------------------------------------------------------------------
 
 
-def replay_stdin(nonce: str, module: str, expressions: Sequence[str]) -> bytes:
+def replay_stdin(nonce: str, module: str, expressions: Sequence[str], *, cpu_s: int = 5) -> bytes:
     """The request for `replay_source`: expressions over the names of `module`."""
-    return json.dumps({"nonce": nonce, "module": module, "expressions": list(expressions)}).encode()
+    return json.dumps({"nonce": nonce, "module": module, "expressions": list(expressions), "cpu_s": cpu_s}).encode()
 
 
 def parse_replay(stdout: bytes, nonce: str, num: int) -> list[str | None]:
     """The canonical text of each expression's result, or None where none was reported (a crash, a timeout)."""
     found: list[str | None] = [None] * num
-    for item in _lines(stdout, nonce):
+    for item in report_lines(stdout, nonce):
         if not isinstance(item, list) or len(item) != 2:
             continue
         index, text = item
@@ -150,7 +157,8 @@ def parse_replay(stdout: bytes, nonce: str, num: int) -> list[str | None]:
     return found
 
 
-def _lines(stdout: bytes, nonce: str) -> list[object]:
+def report_lines(stdout: bytes, nonce: str) -> list[object]:
+    """What a script wrote to its private channel; anything else in the output is ignored."""
     prefix = nonce.encode() + b" "
     items: list[object] = []
     for line in stdout.split(b"\n"):
@@ -170,6 +178,9 @@ import json, os, sys
 def _private():
     request = json.loads(sys.stdin.buffer.read())
     nonce = request.pop("nonce")
+    if request.get("cpu_s"):
+        import resource
+        resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_s"], request["cpu_s"] + 1))
     channel = os.dup(1)
     os.set_inheritable(channel, False)
     null = os.open(os.devnull, os.O_RDWR)
@@ -212,12 +223,20 @@ def main():
             text = str(excinfo.value)
         except Exception:
             text = "?"
-        where = ""
+        where = statement = ""
         for entry in excinfo.traceback:
             path = str(entry.path)
-            if path.startswith(here) and path != str(item.path):
+            if path == str(item.path):
+                statement = str(entry.statement)
+            elif path.startswith(here):
                 where = "%s:%d" % (path[len(here):], entry.lineno + 1)
-        return "%s: %s" % (excinfo.type.__name__, text[:4000]), where
+        spec = getattr(item, "callspec", None)
+        try:
+            values = ", ".join("%s=%r" % pair for pair in spec.params.items()) if spec else ""
+        except Exception:
+            values = ""
+        return {"message": "%s: %s" % (excinfo.type.__name__, text[:4000]), "where": where,
+                "statement": statement[:1000], "parameters": values[:1000]}
 
     class Reporter:
         @pytest.hookimpl(wrapper=True)
@@ -233,9 +252,8 @@ def main():
                 if call.excinfo is not None:
                     messages[item.nodeid] = describe(call.excinfo, item)
             if call.when == "teardown":
-                message, where = messages.get(item.nodeid, ("", ""))
-                write({"id": item.nodeid, "status": worst.get(item.nodeid, "passed"), "message": message,
-                       "where": where})
+                status = worst.get(item.nodeid, "passed")
+                write({"id": item.nodeid, "status": status, **messages.get(item.nodeid, {})})
             return report
 
         def pytest_collection_modifyitems(self, items):
@@ -247,12 +265,12 @@ def main():
             if report.failed:
                 call = getattr(report, "call", None)
                 if call is not None and call.excinfo is not None:
-                    message, where = describe(call.excinfo, collector)
+                    found = describe(call.excinfo, collector)
                 else:
-                    message, where = str(report.longrepr)[-2000:], ""
+                    found = {"message": str(report.longrepr)[-2000:]}
                 for id_ in ids:
                     if id_.split("::")[0] == collector.nodeid.split("::")[0]:
-                        write({"id": id_, "status": "error", "message": message, "where": where})
+                        write({"id": id_, "status": "error", **found})
             return report
 
     options = ["-c", os.devnull, "--rootdir", os.getcwd(), "-s", "--import-mode=importlib",
@@ -372,6 +390,11 @@ def replay_source() -> str:
     return _REPLAY
 
 
+def setup_source() -> str:
+    """Opens the private channel: `request, write = _private()`, for other scripts that report to `report_lines`."""
+    return _SETUP
+
+
 def canonical_source() -> str:
-    """The definition of `canonical(value) -> str` alone (raises its `Refused`), for scripts that record calls."""
+    """Defines `canonical(value) -> str`, which raises its `Refused`, and `raised(error) -> str`."""
     return _CANONICAL
