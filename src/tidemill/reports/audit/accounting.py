@@ -65,7 +65,7 @@ def matches_journal(row: AttemptRow, group_stage: str, facts: EpisodeFacts) -> l
         for what, said, counted in pairs
         if said != counted
     ]
-    if row.reward is None or abs(row.reward - facts.reward) > 1e-12:
+    if row.reward is None or not abs(row.reward - facts.reward) <= 1e-12:  # NaN, too
         problems.append(f"attempt {row.id}: reward {facts.reward} in its episode and {row.reward} in the journal")
     return problems
 
@@ -100,13 +100,13 @@ def check_closing(book: Book) -> Line:
     accepted = {row.id: row.group_id for row in book.attempts("rl") if row.outcome is not None}
     if not accepted:
         return unseen(name, "no attempt of the RL stage has finished")
-    trained = [item["attempt_id"] for batch in book.trained().values() for item in batch["items"]]
+    trained = {item["attempt_id"] for batch in book.trained().values() for item in batch["items"]}
     trained_groups = {item["group_id"] for batch in book.trained().values() for item in batch["items"]}
     states = {group_id: book.run.groups[group_id].state for group_id in accepted.values()}
     rejected = [a for a, group_id in accepted.items() if states[group_id] == "rejected"]
     queued = [a for a, g in accepted.items() if states[g] != "rejected" and g not in trained_groups]
-    problems = [f"attempt {a} was trained and never accepted" for a in sorted(set(trained) - accepted.keys())]
-    problems += [f"attempt {a} was trained and rejected" for a in sorted(set(trained) & set(rejected))]
+    problems = [f"attempt {a} was trained and never accepted" for a in sorted(trained - accepted.keys())]
+    problems += [f"attempt {a} was trained and rejected" for a in sorted(trained & set(rejected))]
     total = len(trained) + len(queued) + len(rejected)
     if total != len(accepted):
         problems.append(f"{len(accepted)} accepted, and trained + queued + rejected = {total}")
@@ -231,7 +231,8 @@ def _advantages(book: Book, where: str, items: list[dict[str, Any]]) -> tuple[bo
     problems = []
     for item, reward in zip(items, rewards, strict=True):
         expected = 0.0 if equal else reward - mean
-        if item["reward"] != reward or abs(item["advantage"] - expected) > (0.0 if equal else 1e-9):
+        right = abs(item["advantage"] - expected) <= (0.0 if equal else 1e-9)  # false for NaN
+        if item["reward"] != reward or not right:
             problems.append(
                 f"{where}, attempt {item['attempt_id']}: reward {item['reward']} and advantage {item['advantage']}, "
                 f"recomputed {reward} and {expected}"

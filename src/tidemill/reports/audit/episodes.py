@@ -216,7 +216,7 @@ def facts_of(episode: dict[str, Any]) -> tuple[EpisodeFacts, list[SegmentFacts]]
     for generation in generations:
         for version, count in zip(*np.unique(generation.versions, return_counts=True), strict=True):
             counts[int(version)] = counts.get(int(version), 0) + int(count)
-    if abs(sum(episode["rewards"].values()) - episode["reward"]) > 1e-9:
+    if not abs(sum(episode["rewards"].values()) - episode["reward"]) <= 1e-9:  # NaN, too
         problems.append(f"reward {episode['reward']} is not the sum of its parts {episode['rewards']}")
     fed = [int((segment.kv_versions >= 0).sum()) for segment in segments]
     num_fed = sum(fed)

@@ -194,7 +194,7 @@ def _read_journal(path: Path) -> Journal:
             connection.execute("BEGIN")
             fault = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if fault != "ok":
-                raise NoRun(f"{path} is damaged ({fault}): restore it from its backup")
+                raise NoRun(f"{path} is damaged ({' '.join(fault.split())}): restore it from its backup")
             meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
             return Journal(
                 meta=meta,
