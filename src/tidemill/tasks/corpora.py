@@ -6,6 +6,7 @@ machine (vendored, installed), every function whose syntax tree equals one of th
 
 import ast
 import hashlib
+import os
 import random
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -68,10 +69,13 @@ def python_files(roots: Iterable[Path], *, max_files: int, seed: int) -> list[tu
     """(root, file) of up to `max_files` files in an order drawn from `seed`; suites of tests are left out."""
     found: list[tuple[Path, Path]] = []
     for root in roots:
-        for path in sorted(root.rglob("*.py")):
-            folders = path.relative_to(root).parts[:-1]
-            if not SKIPPED_FOLDERS.intersection(folders) and not path.name.startswith("test"):
-                found.append((root, path))
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
+            found += [
+                (root, Path(folder, name))
+                for name in sorted(names)
+                if name.endswith(".py") and not name.startswith("test")
+            ]
     random.Random(seed).shuffle(found)
     return found[:max_files]
 
