@@ -325,6 +325,11 @@ def lost_rows(episode: dict[str, Any]) -> None:
     generation(episode, 1)["row_start"] += 1
 
 
+def no_rows(episode: dict[str, Any]) -> None:
+    for step in episode["segments"][0]["steps"]:
+        step["generation"] |= {"kv_versions": {"data": b"", "dtype": "int32", "shape": [0]}, "routes": None}
+
+
 def rewards_apart(episode: dict[str, Any]) -> None:
     episode["reward"] += 1.0
 
@@ -352,7 +357,6 @@ def unrecorded_support(episode: dict[str, Any]) -> None:
         version_back,
         unknown_version,
         lost_token,
-        lost_rows,
         rewards_apart,
         unsupported_token,
         unrecorded_support,
@@ -361,6 +365,16 @@ def unrecorded_support(episode: dict[str, Any]) -> None:
 def test_tokens_that_cannot_have_been_sampled_so(run: Path, change: Change) -> None:
     change_evaluation(run, change)
     assert "sampled tokens" in failed(run)
+
+
+def test_a_few_lost_rows_are_counted_and_many_are_noticed(run: Path) -> None:
+    assert audit(run).line("sampled tokens").figures["unknown"] == 0
+    change_evaluation(run, lost_rows)
+    line = audit(run).line("sampled tokens")
+    assert line.ok
+    assert line.figures["unknown"] == 1
+    change_evaluation(run, no_rows)
+    assert audit(run).line("sampled tokens").figures["unknown"] > 10
 
 
 def nudge_logprob(episode: dict[str, Any]) -> None:

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+SENTINEL = 0xFFFF
+"""Expert id of a position whose route is not known."""
+ROUNDING = 1e-5
+"""How far above 0 float32 may carry a logprob."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
@@ -56,6 +61,8 @@ class EpisodeFacts:
     sampled_tokens: int
     total_tokens: int
     fed_positions: int
+    unknown_rows: int
+    """Positions before a sampled token of which no engine reported the state."""
     mean_context: float
     num_generations: int
     num_spanning: int
@@ -140,9 +147,13 @@ class _Rows:
         if routes is not None and len(routes) != len(versions):
             problems.append(f"{where}: {len(routes)} rows of routes and {len(versions)} of KV versions")
             routes = routes[: len(versions)]
-        if start > known:
-            problems.append(f"{where}: rows {known} to {start} are reported by no generation")
+        if not len(versions):
             return
+        if start > known:  # an engine went away with them: such positions stay unknown, and cannot be checked
+            self._versions += [-1] * (start - known)
+            if routes is not None:
+                self._routes += [np.full_like(routes[0], SENTINEL)] * (start - known)
+            known = start
         if start + len(versions) > end:
             problems.append(f"{where}: rows up to {start + len(versions)}, and only {end} ids so far")
         self._versions += versions[known - start :].tolist()
@@ -165,7 +176,7 @@ class _Rows:
     def routes_of(self, length: int) -> NDArray[Any] | None:
         if not self._has_routes:
             return None
-        result = np.full((length, *self._routes[0].shape), 0xFFFF, dtype=np.uint16)
+        result = np.full((length, *self._routes[0].shape), SENTINEL, dtype=np.uint16)
         known = self._routes[:length]
         result[: len(known)] = np.stack(known)
         return result
@@ -179,7 +190,7 @@ def _check_tokens(
         return
     if not np.isfinite(logprobs).all():
         problems.append(f"{where}: a logprob that is not finite")
-    elif (logprobs > 0).any():
+    elif (logprobs > ROUNDING).any():
         problems.append(f"{where}: logprob {logprobs.max():.3g}, above 0")
     if (np.diff(versions) < 0).any():
         problems.append(f"{where}: versions go back inside the generation")
@@ -205,6 +216,13 @@ def _supports(
             problems.append(f"{where}: token {token} is outside of its support")
             break
     return supports
+
+
+def _unknown_rows(segment: SegmentFacts) -> int:
+    if not segment.generations:
+        return 0
+    last = segment.generations[-1]
+    return int((segment.kv_versions[: last.start + max(len(last.token_ids) - 1, 0)] < 0).sum())
 
 
 def facts_of(episode: dict[str, Any]) -> tuple[EpisodeFacts, list[SegmentFacts]]:
@@ -233,6 +251,7 @@ def facts_of(episode: dict[str, Any]) -> tuple[EpisodeFacts, list[SegmentFacts]]
         sampled_tokens=sum(int(segment.sampled.sum()) for segment in segments),
         total_tokens=sum(len(segment.token_ids) for segment in segments),
         fed_positions=num_fed,
+        unknown_rows=sum(_unknown_rows(segment) for segment in segments),
         mean_context=sum(n * (n + 1) / 2 for n in fed) / num_fed if num_fed else 0.0,
         num_generations=len(generations),
         num_spanning=sum(len(np.unique(generation.versions)) > 1 for generation in generations),

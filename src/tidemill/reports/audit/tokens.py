@@ -22,8 +22,14 @@ def check_sampled(book: Book) -> Line:
     num_spanning = sum(facts.num_spanning for facts in policy.values())
     num_tokens = sum(facts.sampled_tokens for facts in policy.values())
     figure = f"{num_tokens} tokens of {num_generations} generations; {num_spanning} span two versions or more"
-    figures = {"tokens": num_tokens, "generations": num_generations, "spanning": num_spanning}
-    return line_of(name, problems, figure, figures={key: float(value) for key, value in figures.items()})
+    num_unknown = sum(facts.unknown_rows for facts in policy.values())
+    if num_unknown > 0.1 * sum(facts.total_tokens for facts in policy.values()):
+        problems.append(
+            f"{num_unknown} positions before a sampled token have no recorded state: too many to be outages"
+        )
+    figures = {"tokens": num_tokens, "generations": num_generations, "spanning": num_spanning, "unknown": num_unknown}
+    detail = f"{num_unknown} positions before a sampled token whose state was lost with an engine"
+    return line_of(name, problems, figure, detail, {key: float(value) for key, value in figures.items()})
 
 
 def check_in_time(book: Book) -> Line:
