@@ -145,7 +145,7 @@ class Grader:
             raise TaskError(f"the vault has the verifier of {verifier.task_id} under {task.id}: build the tasks again")
         if not verifier.calls or not verifier.module:
             raise TaskError(f"task {task.id} has no recorded calls to cross-check its tests with: build it again")
-        if task.repository is None or task.layer not in self._layers:
+        if task.repository is None or task.layer is None or task.layer not in self._layers:
             raise TaskError(f"task {task.id} names no repository, or a layer that is not here: {task.layer}")
         return verifier, by_path(get_record(self._blobs, task.repository, Tree)), self._layers[task.layer]
 

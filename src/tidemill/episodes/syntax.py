@@ -13,7 +13,7 @@ def syntax_error(source: str) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(source, "<edit>", "exec", dont_inherit=True)
+            compile(source.removeprefix("\ufeff"), "<edit>", "exec", dont_inherit=True)
     except SyntaxError as error:
         return f"line {error.lineno}: {error.msg}"
     except _UNPARSABLE as error:
@@ -28,7 +28,7 @@ def same_syntax(left: str, right: str) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _equal(ast.parse(left), ast.parse(right))
+            return _equal(ast.parse(left.removeprefix("\ufeff")), ast.parse(right.removeprefix("\ufeff")))
     except _UNPARSABLE:
         return False
 

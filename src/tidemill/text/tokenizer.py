@@ -52,6 +52,7 @@ class Tokenizer:
         if missing:
             raise ValueError(f"tokenizer without {missing}: train it with Tokenizer.train, or use another renderer")
         self._specials = {token: vocabulary[token] for token in SPECIAL_TOKENS}
+        self.special_ids = frozenset(self._specials.values())
         to_byte = _byte_of_character()
         self._bytes: dict[int, bytes] = {
             id_: token.encode() if token in self._specials else bytes(to_byte[character] for character in token)
@@ -133,10 +134,6 @@ class Tokenizer:
         """Id of one of `SPECIAL_TOKENS`."""
         return self._specials[token]
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        return frozenset(self._specials.values())
-
     def encode(self, text: str) -> list[int]:
         """Ids of the text; never a special token. Lone surrogates go in as the three bytes that name them."""
         ids: list[int] = []
@@ -161,6 +158,10 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text for people: what is no UTF-8, or no id, becomes U+FFFD; `decode_bytes` is exact."""
         return b"".join(self._bytes.get(id_, b"\xff") for id_ in token_ids).decode("utf-8", "replace")
+
+    def decode_plain(self, token_ids: Iterable[int]) -> str:
+        """Text for people, special tokens left out."""
+        return self.decode(id_ for id_ in token_ids if id_ not in self.special_ids)
 
 
 def pieces(text: str) -> list[str]:

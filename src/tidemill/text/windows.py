@@ -41,3 +41,27 @@ def line_edit(before: str, after: str) -> tuple[str, str]:
     while before.find("".join(old[head:stop_old])) != len("".join(old[:head])):
         head -= 1
     return "".join(old[head:stop_old]), "".join(new[head:stop_new])
+
+
+def edits_between(before: str, after: str) -> list[tuple[int, str, str]]:
+    """`(line, old, new)` edits, to be made in this order (from the bottom up), that lead from one text to the other.
+
+    Lines count from 1. A line that has to go leaves an empty one behind. Raises `ValueError` where there is no line to
+    hold on to.
+    """
+    old, new = before.split("\n"), after.split("\n")
+    head = common_prefix(old, new)
+    tail = common_prefix(old[head:][::-1], new[head:][::-1])
+    gone, come = old[head : len(old) - tail], new[head : len(new) - tail]
+    if not gone and not come:
+        return []
+    if not gone:  # insertion: hold on to a line beside it
+        for at in (head - 1, head):
+            if 0 <= at < len(old) and old[at]:
+                text = "\n".join([old[at], *come] if at < head else [*come, old[at]])
+                return [(at + 1, *line_edit(old[at], text))]
+        raise ValueError(f"nothing beside line {head + 1} to hold an insertion")
+    pairs = list(zip(gone, come, strict=True)) if len(gone) == len(come) else [(gone[0], "\n".join(come))]
+    pairs += [(line, "") for line in gone[len(pairs) :]]
+    edits = [(head + number, *line_edit(*pair)) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1]]
+    return edits[::-1]

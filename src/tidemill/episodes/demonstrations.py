@@ -1,0 +1,195 @@
+"""Scripted policies of the family `mend`: how a task is played by who knows the answer, and by who knows nothing.
+
+They act through the same tools and the same harness as the policy (`episodes.scripted.spoken`).
+"""
+
+import random
+from collections.abc import Callable
+from typing import final
+
+from tidemill.core.errors import TaskError
+from tidemill.core.records import Task, ToolCall, Tree, Verifier
+from tidemill.episodes.mend import PASSED
+from tidemill.episodes.syntax import syntax_error
+from tidemill.text.tokenizer import pieces
+from tidemill.text.windows import MAX_WINDOW_LINES, edits_between
+
+TRY_STEPS = 3
+"""Of one try: undoing the last one, an edit, a test."""
+
+WrongEdit = Callable[[str, int, int, random.Random], str | None]
+"""Source, first and last line of the window, randomness → the source with one plausible change; None: no idea."""
+
+
+@final
+class NoOp:
+    """Hands in at once: every task must refuse it."""
+
+    def act(self, text: str) -> ToolCall:
+        return _call("submit")
+
+
+@final
+class Demonstrator:
+    """Edits, tests, reads the result; tries again where it failed, and hands in where it passed.
+
+    With a verifier, each try is the gold version with `gold_probability`, else a plausible wrong edit, and the last
+    try that the steps allow is the gold one: it persists, and never gives up early. With probability 1 it is the
+    oracle. Without a verifier it is the blind agent that every figure is compared with.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        repository: Tree,
+        verifier: Verifier | None,
+        *,
+        gold_probability: float,
+        seed: int,
+        wrong_edit: WrongEdit | None = None,
+    ) -> None:
+        """`seed`: of the attempt. Raises `TaskError` where the verifier's gold version is another file."""
+        if not 0 <= gold_probability <= 1:
+            raise ValueError(f"gold_probability {gold_probability} is not between 0 and 1")
+        path = str(task.data["path"])
+        self._original = _file(task, repository, path)
+        self._gold = None if verifier is None else _file(task, verifier.gold, path)
+        self._gold_probability = gold_probability
+        self._random = random.Random(f"{seed}/{task.id}")
+        self._wrong_edit = wrong_edit or swapped_word
+        self._start = int(str(task.data.get("start_line", 1)))
+        self._num_lines = min(MAX_WINDOW_LINES, int(str(task.data.get("num_lines", MAX_WINDOW_LINES))))
+        self._window_start = self._start
+        self._steps_left = task.limits.max_steps
+        self._current = self._original
+        self._tried = {self._original}
+        self._queue: list[ToolCall] = []
+        self._pending: str | None = None
+        self._is_tested = False
+
+    def act(self, text: str) -> ToolCall:
+        call = self._next(text.strip())
+        self._steps_left -= 1
+        self._is_tested = call.name == "test"
+        return call
+
+    def _next(self, seen: str) -> ToolCall:
+        if self._is_tested and seen == PASSED:
+            return _call("submit")
+        if self._pending is not None:
+            refused, content = seen.startswith(("refused", "error")), self._pending
+            self._pending = None
+            if refused:
+                self._queue = []
+            else:
+                self._current = content
+        if not self._queue:
+            if self._steps_left <= 1:
+                return _call("submit")
+            target = self._target()
+            if target is None:
+                return _call("submit")
+            self._tried.add(target)
+            self._queue = self._plan(target)
+        call = self._queue.pop(0)
+        if call.name == "edit":
+            self._pending = self._after(call)
+        return call
+
+    def _target(self) -> str | None:
+        """The version to try next; None where there is nothing left to try."""
+        is_last = self._steps_left < 2 * TRY_STEPS + 1
+        if self._gold is not None and (is_last or self._random.random() < self._gold_probability):
+            return None if self._gold in self._tried else self._gold
+        last_line = self._start + self._num_lines - 1
+        for _ in range(8):
+            wrong = self._wrong_edit(self._original, self._start, last_line, self._random)
+            if wrong is not None and wrong not in self._tried and wrong != self._gold and not syntax_error(wrong):
+                return wrong
+        return None if self._gold in self._tried else self._gold
+
+    def _plan(self, target: str) -> list[ToolCall]:
+        calls: list[ToolCall] = []
+        for line, old, new in edits_between(self._current, target):
+            if not 0 <= line - self._window_start < self._num_lines:
+                self._window_start = max(1, line - 2)
+                calls.append(_call("read", start=self._window_start))
+            calls.append(_call("edit", line=line - self._window_start + 1, old=old, new=new))
+        return [*calls, _call("test")]
+
+    def _after(self, call: ToolCall) -> str:
+        """The file after this edit."""
+        lines = self._current.split("\n")
+        index = self._window_start + int(call.arguments["line"]) - 2
+        lines[index] = lines[index].replace(str(call.arguments["old"]), str(call.arguments["new"]), 1)
+        return "\n".join(lines)
+
+
+def _call(name: str, **arguments: str | int) -> ToolCall:
+    return ToolCall(id="", name=name, arguments=arguments)
+
+
+def _file(task: Task, tree: Tree, path: str) -> str:
+    for file in tree.files:
+        if file.path == path:
+            return file.data.decode("utf-8")
+    raise TaskError(f"task {task.id}: {path} is not among {[file.path for file in tree.files][:5]}")
+
+
+_SWAPS: dict[str, tuple[str, ...]] = {
+    "<": ("<=", ">"),
+    "<=": ("<", ">="),
+    ">": (">=", "<"),
+    ">=": (">", "<="),
+    "==": ("!=",),
+    "!=": ("==",),
+    "+": ("-",),
+    "-": ("+",),
+    "*": ("+", "//"),
+    "/": ("//", "*"),
+    "//": ("/", "%"),
+    "+=": ("-=",),
+    "-=": ("+=",),
+    "and": ("or",),
+    "or": ("and",),
+    "is": ("is not",),
+    "in": ("not in",),
+    "True": ("False",),
+    "False": ("True",),
+    "None": ("0",),
+    "min": ("max",),
+    "max": ("min",),
+    "any": ("all",),
+    "all": ("any",),
+    "append": ("extend",),
+    "if": ("if not",),
+    "return": ("return not",),
+}
+
+
+def swapped_word(source: str, first_line: int, last_line: int, rng: random.Random) -> str | None:
+    """One operator, keyword, number or name of the window replaced by a near one: what a guess looks like."""
+    lines = source.split("\n")
+    shown = range(first_line - 1, min(last_line, len(lines)))
+    names = sorted({piece for index in shown for piece in pieces(lines[index]) if piece.isidentifier()} - _SWAPS.keys())
+    places = [
+        (index, number, word)
+        for index in shown
+        for number, piece in enumerate(pieces(lines[index]))
+        if (word := piece.strip()) in _SWAPS or word.isdecimal() or word in names
+    ]
+    if not places:
+        return None
+    index, number, word = rng.choice(places)
+    if word in _SWAPS:
+        new = rng.choice(_SWAPS[word])
+    elif word.isdecimal():
+        new = str(max(0, int(word) + rng.choice((-1, 1))))
+    else:
+        new = rng.choice(names)
+    if new == word:
+        return None
+    cut = pieces(lines[index])
+    cut[number] = cut[number].replace(word, new, 1)
+    lines[index] = "".join(cut)
+    return "\n".join(lines)
