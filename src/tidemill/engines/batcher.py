@@ -133,6 +133,7 @@ class Batcher:
         routes = routes_TLK.numpy().astype(np.uint16)
         for row, job in enumerate(decoding):
             slot = _slot(job)
+            self.prefill_tokens += slot.num_fed < len(job.prompt)
             slot.record(slot.num_fed, routes[row : row + 1], self.version)
         ready, where = list(decoding), list(range(len(decoding)))
         for job, span in zip(prefilling, spans, strict=True):

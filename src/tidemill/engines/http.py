@@ -28,6 +28,8 @@ def engine_app(engine: Engine, token: str) -> Starlette:
     Answers 401 without the token, 413 for an oversized body, 400 for one that is no request, 422 for a request that
     can never be served, 503 where the engine is away. A client that hangs up aborts its generation.
     """
+    if not token:
+        raise ValueError("the access token is empty: anyone could use the engine")
     expected = f"Bearer {token}".encode()
 
     def guarded(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
