@@ -6,12 +6,11 @@ output, and no layer: programs get the running interpreter with what is installe
 
 import asyncio
 import contextlib
-import json
-import os
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
@@ -21,7 +20,7 @@ from tidemill.core.seams import Sandbox, SandboxLimits
 from tidemill.sandboxes.cache import Cache
 from tidemill.sandboxes.host import AgentSandbox, Link, LinkLost
 from tidemill.sandboxes.owners import Owner, check_label, start_ticks
-from tidemill.sandboxes.processes import descendants, kill_tree, tree_cpu_s
+from tidemill.sandboxes.processes import kill_tree, running_in, tree_cpu_s
 from tidemill.sandboxes.trees import unpack
 
 START_S = 30.0
@@ -83,7 +82,7 @@ class LocalBody:
     """A process and a folder."""
 
     def __init__(self, owner: Owner) -> None:
-        self.when_released = lambda: None
+        self.when_released: Callable[[], object] = lambda: None
         self._owner = owner
         self._record = owner.reserve()
         self._folder = self._record.with_suffix("")
@@ -137,6 +136,8 @@ class LocalBody:
             self._process.wait()
 
     def release(self) -> None:
+        for pid in running_in(self._folder):  # orphans of an agent that was killed from inside
+            kill_tree(pid)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._record.unlink(missing_ok=True)
         self.when_released()

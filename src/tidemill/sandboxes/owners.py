@@ -8,12 +8,12 @@ import json
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 from typing import final
 
 from tidemill.core.errors import UsageError
 from tidemill.sandboxes.cgroups import remove_folders
+from tidemill.sandboxes.processes import kill_tree
 
 
 def start_ticks(pid: int) -> int | None:
@@ -70,7 +70,8 @@ class Owner:
                 return
 
     def reap(self) -> int:
-        """Remove what dead owners of this label have left: processes, control groups, records."""
+        """Remove what dead owners of this label have left: processes, control groups, folders, records. Returns how
+        many things that were."""
         removed = 0
         for folder in sorted(self.folder.glob("*-*")):
             pid, _, start = folder.name.partition("-")
@@ -90,11 +91,8 @@ def _reap_record(path: Path) -> int:
         record = {}
     pid = record.get("pid")
     if pid is not None and start_ticks(pid) == record.get("start"):
-        try:
-            os.kill(pid, signal.SIGKILL)
-            removed += 1
-        except ProcessLookupError:
-            pass
+        kill_tree(pid)
+        removed += 1
     removed += remove_folders([Path(folder) for folder in record.get("cgroups", [])])
     path.unlink(missing_ok=True)
     return removed
