@@ -18,7 +18,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Literal, get_args
 
 from tidemill.core.records import Record
 
@@ -28,6 +28,7 @@ PYTEST_PRELOAD = (
     "json",
     "pytest",
     "_pytest.assertion",
+    "_pytest.debugging",
     "_pytest.fixtures",
     "_pytest.main",
     "_pytest.mark",
@@ -96,7 +97,7 @@ def parse_statuses(stdout: bytes, nonce: str, ids: Sequence[str]) -> dict[str, T
             continue
         if id_ in found and found[id_].status != "passed":
             continue
-        found[id_] = TestReport(**cast(dict[str, Any], fields))
+        found[id_] = TestReport(**fields)
     return {id_: found.get(id_, TestReport(id=id_, status="missing")) for id_ in ids}
 
 
@@ -204,7 +205,7 @@ def _private():
 _PYTEST = (
     _SETUP
     + r"""
-OFF = "cacheprovider faulthandler junitxml logging pastebin debugging doctest terminal setuponly setupplan \
+OFF = "cacheprovider faulthandler junitxml logging pastebin doctest terminal setuponly setupplan \
 stepwise threadexception unraisableexception legacypath pytester pytester_assertions subtests warnings"
 
 def main():
