@@ -51,9 +51,14 @@ class World:
 
 
 def mend_world(
-    *, gold: str = GOLD, faulty: str = FAULTY, max_steps: int = 12, max_sampled_tokens: int = 400, failure: str = ""
+    *,
+    layer: Layer,
+    gold: str = GOLD,
+    faulty: str = FAULTY,
+    max_steps: int = 12,
+    max_sampled_tokens: int = 400,
+    failure: str = "",
 ) -> World:
-    layer = Layer(python="3.11.7", packages=("pytest==9",))
     blobs = MemoryBlobs()
     repository = tree(ranges=faulty, tests__test_shown=SHOWN)
     task = Task(

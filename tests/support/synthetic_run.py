@@ -105,7 +105,7 @@ def synthetic_run(folder: Path, *, num_updates: int = 3, group_size: int = 2, se
     _evaluate(world, num_updates, 3)
     _samples(world, start_s)
     for log in world.logs.values():
-        log.write("stop", from_s=world.now_s)
+        log.write("stop", from_s=world.now_s, to_s=world.now_s)
         log.close()
     metrics.close()
     world.journal.close()
@@ -146,7 +146,7 @@ def _open(folder: Path, num_updates: int, group_size: int, seed: int) -> _World:
         scripts=everything,
     )
     for log in world.logs.values():
-        log.write("start", from_s=world.now_s)
+        log.write("start", from_s=world.now_s, to_s=world.now_s)
     (folder / "run.json").write_text(json.dumps({"run_id": identity.run_id, "recipe": {"name": "synthetic"}}))
     (folder / "lock").touch()
     return world

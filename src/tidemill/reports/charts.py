@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 380, 210
-LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 28
+LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 32
 
 Point = tuple[float, float]
 
@@ -115,8 +115,8 @@ def _grid(place: _Scale, y_ticks: list[float], x_label: str, percent: bool) -> l
     for tick in whole:
         if tick == int(tick):
             x = place.x(tick)
-            parts.append(f'<text class="tick middle" x="{x:.1f}" y="{HEIGHT - 12}">{number(tick)}</text>')
-    parts.append(f'<text class="tick end" x="{WIDTH - RIGHT}" y="{HEIGHT - 1}">{escape(x_label)}</text>')
+            parts.append(f'<text class="tick middle" x="{x:.1f}" y="{HEIGHT - 15}">{number(tick)}</text>')
+    parts.append(f'<text class="tick end" x="{WIDTH - RIGHT}" y="{HEIGHT - 3}">{escape(x_label)}</text>')
     return parts
 
 
@@ -161,16 +161,21 @@ def bars(rows: Sequence[tuple[str, float, str]], *, colour: str = "a") -> str:
     largest = max(value for _, value, _ in rows) or 1.0
     cells = "".join(
         f'<span class="bar-label">{escape(label)}</span>'
-        f'<span class="bar"><i class="fill {colour}" style="width:{max(value / largest * 100, 0.4):.1f}%"></i></span>'
+        f'<span class="bar"><i class="fill {colour}" style="width:{_share(value, largest):.1f}%"></i></span>'
         f'<span class="bar-value">{escape(text)}</span>'
         for label, value, text in rows
     )
     return f'<div class="bars">{cells}</div>'
 
 
+def _share(value: float, largest: float) -> float:
+    """In per cent; what is not nothing stays visible."""
+    return max(value / largest * 100, 0.4) if value > 0 else 0.0
+
+
 # --- timeline ------------------------------------------------------------------------------------------------
 
-LANE_WIDTH, LANE_LEFT, LANE_HEIGHT, LANE_GAP = 1040, 96, 34, 14
+LANE_WIDTH, LANE_LEFT, LANE_RIGHT, LANE_HEIGHT, LANE_GAP = 1040, 106, 16, 34, 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +192,7 @@ class Lane:
 def timeline(lanes: Sequence[Lane], length_s: float, marks: Sequence[Point]) -> str:
     """Lanes over a common clock. `marks`: seconds and version of each publication, drawn through all lanes."""
     height = len(lanes) * (LANE_HEIGHT + LANE_GAP) + 34
-    scale = (LANE_WIDTH - LANE_LEFT - 8) / max(length_s, 1e-9)
+    scale = (LANE_WIDTH - LANE_LEFT - LANE_RIGHT) / max(length_s, 1e-9)
     parts = [f'<svg class="timeline" viewBox="0 0 {LANE_WIDTH} {height}" role="img">']
     labelled = ticks(marks[0][1], marks[-1][1], 8) if marks else []
     for at_s, version in marks:
@@ -199,7 +204,7 @@ def timeline(lanes: Sequence[Lane], length_s: float, marks: Sequence[Point]) -> 
         top = 14 + index * (LANE_HEIGHT + LANE_GAP)
         parts.append(f'<text class="lane-label" x="0" y="{top + 21}">{escape(lane.label)}</text>')
         parts.append(
-            f'<rect class="lane" x="{LANE_LEFT}" y="{top}" width="{LANE_WIDTH - LANE_LEFT - 8}" '
+            f'<rect class="lane" x="{LANE_LEFT}" y="{top}" width="{LANE_WIDTH - LANE_LEFT - LANE_RIGHT}" '
             f'height="{LANE_HEIGHT}" rx="3"/>'
         )
         parts += _level(lane, top, scale)
@@ -208,11 +213,11 @@ def timeline(lanes: Sequence[Lane], length_s: float, marks: Sequence[Point]) -> 
             f'width="{max((end - start) * scale, 0.7):.1f}" height="8"/>'
             for start, end, css in _merged(lane.spans, 0.8 / scale)
         ]
-    for tick in ticks(0, length_s, 8):
-        if tick <= length_s:
-            x = LANE_LEFT + tick * scale
-            text = f"{tick / 60:g} min" if length_s > 300 else f"{tick:g} s"
-            parts.append(f'<text class="tick middle" x="{x:.1f}" y="{height - 4}">{text}</text>')
+    unit_s, unit = (60.0, "min") if length_s > 180 else (1.0, "s")
+    for tick in ticks(0, length_s / unit_s, 8):
+        if tick * unit_s <= length_s:
+            x = LANE_LEFT + tick * unit_s * scale
+            parts.append(f'<text class="tick middle" x="{x:.1f}" y="{height - 4}">{tick:g} {unit}</text>')
     return "".join([*parts, "</svg>"])
 
 

@@ -6,12 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tidemill.core.blobs import FolderBlobs, get_record
 from tidemill.core.errors import BlobError, RunFolderError
 from tidemill.core.events import Event, read_events
 from tidemill.core.journal import AttemptRow, GroupRow, JournalRows, read_journal
 from tidemill.core.metrics import Row, read_metrics
-from tidemill.core.records import Batch, Episode
+from tidemill.core.records import Batch, Episode, Snapshot
 from tidemill.reports.evaluation import EvalRow, read_rows
 
 
@@ -57,6 +59,15 @@ class RunData:
     def head(self) -> int:
         """−1 where nothing was published yet."""
         return max(self.versions, default=-1)
+
+    def version_file(self, version: int, name: str) -> bytes | None:
+        """A file of a published version, such as `tokenizer.json`; None where it is not there."""
+        path = self.folder / "store" / "versions" / f"{version:08d}.json"
+        try:
+            snapshot = msgspec.json.decode(path.read_bytes(), type=Snapshot)
+            return FolderBlobs(self.folder / "store" / "blobs").get(snapshot.files[name])
+        except (OSError, KeyError, msgspec.DecodeError, BlobError):
+            return None
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:

@@ -24,9 +24,7 @@ def check_sampled(book: Book) -> Line:
     figure = f"{num_tokens} tokens of {num_generations} generations; {num_spanning} span two versions or more"
     num_unknown = sum(facts.unknown_rows for facts in policy.values())
     if num_unknown > 0.1 * sum(facts.total_tokens for facts in policy.values()):
-        problems.append(
-            f"{num_unknown} positions before a sampled token have no recorded state: too many to be outages"
-        )
+        problems.append(f"{num_unknown} positions before a sampled token have no recorded state: too many for outages")
     figures = {"tokens": num_tokens, "generations": num_generations, "spanning": num_spanning, "unknown": num_unknown}
     detail = f"{num_unknown} positions before a sampled token whose state was lost with an engine"
     return line_of(name, problems, figure, detail, {key: float(value) for key, value in figures.items()})
