@@ -6,14 +6,16 @@
    fresh sandbox, without the tests and without pytest, replays calls that were recorded on the gold version; their
    results are compared here, on the host. The expected values never enter a sandbox.
 
-Tests go first because most patches fail them, and are then done with one sandbox.
+Tests go first because most patches fail them, and are then done with one sandbox. Attempts at one task often end in
+the same patch: its verdict is given once, and kept.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
-from tidemill.core.blobs import get_record
+from tidemill.core.blobs import blob_hash, get_record
 from tidemill.core.checks import (
     PYTEST_PRELOAD,
     new_nonce,
@@ -24,8 +26,8 @@ from tidemill.core.checks import (
     replay_source,
     replay_stdin,
 )
-from tidemill.core.errors import SandboxFault, TaskError
-from tidemill.core.records import Layer, Task, Tree, TreeFile, Verifier
+from tidemill.core.errors import TaskError
+from tidemill.core.records import Layer, Task, Tree, TreeFile, Verifier, digest
 from tidemill.core.seams import Blobs, SandboxLimits, SandboxTier, Vault
 from tidemill.episodes.syntax import same_syntax
 
@@ -72,15 +74,21 @@ class Grader:
         layers: Mapping[str, Layer],
         *,
         limits: SandboxLimits | None = None,
-        timeout_s: float = 10.0,
+        timeout_s: float = 30.0,
+        cpu_limit_s: int = 4,
+        num_kept: int = 4096,
     ) -> None:
-        """`layers`: digest → layer. `timeout_s`: of all tests, and of all replays."""
+        """`layers`: digest → layer. `timeout_s`, `cpu_limit_s`: of all tests, and of all replays; CPU time, so that a
+        busy machine changes no verdict. `num_kept`: verdicts that are kept; 0: none."""
         self._tier = tier
         self._vault = vault
         self._blobs = blobs
         self._layers = layers
         self._limits = limits or SandboxLimits()
         self._timeout_s = timeout_s
+        self._cpu_limit_s = cpu_limit_s
+        self._num_kept = num_kept
+        self._kept: OrderedDict[str, Grade] = OrderedDict()
 
     async def grade(self, task: Task, patch: Mapping[str, bytes]) -> Grade:
         """Raises `TaskError`, `BlobError`, `SandboxFault` or `SandboxUnavailable` where no verdict can be given."""
@@ -90,48 +98,63 @@ class Grader:
             for path in verifier.allowed_paths
             if path in patch and path in pristine
         }
-        hidden = by_path(verifier.files)
-        cpu_s: dict[str, float] = {}
+        key = _key(task, allowed)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return replace(self._kept[key], ignored_paths=tuple(sorted(set(patch) - set(allowed))), cpu_s={})
+        grade, is_final = await self._judge(task, verifier, pristine, allowed, layer)
+        if is_final and self._num_kept:
+            self._kept[key] = grade
+            if len(self._kept) > self._num_kept:
+                self._kept.popitem(last=False)
+        return replace(grade, ignored_paths=tuple(sorted(set(patch) - set(allowed))))
+
+    async def _judge(
+        self,
+        task: Task,
+        verifier: Verifier,
+        pristine: Mapping[str, TreeFile],
+        allowed: Mapping[str, TreeFile],
+        layer: Layer,
+    ) -> tuple[Grade, bool]:
+        """The grade, and whether it would be the same on another day (no script ran out of wall time)."""
         expected = [*verifier.fail_to_pass, *verifier.pass_to_pass]
         ids = list(dict.fromkeys([*expected, *task.shown_checks]))
         nonce = new_nonce()
-        output = await self._run(
-            overlay(pristine, hidden, allowed),
+        tests = await self._run(
+            overlay(pristine, by_path(verifier.files), allowed),
             layer,
             pytest_source(),
-            pytest_stdin(nonce, ids, rewrite=False),
+            pytest_stdin(nonce, ids, rewrite=False, cpu_s=self._cpu_limit_s),
             preload=PYTEST_PRELOAD,
-            without_patch=overlay(pristine, hidden),
-            cpu_s=cpu_s,
-            stage="grade_tests",
         )
-        reports = parse_statuses(output, nonce, ids)
+        reports = parse_statuses(tests.stdout, nonce, ids)
         passed = {id_ for id_, report in reports.items() if report.status == "passed"}
         tests_passed = bool(expected) and passed.issuperset(expected)
-        num_equal = None
+        num_equal, is_final, cpu_s = None, tests.is_final, {"grade_tests": tests.cpu_s}
         if tests_passed:
             nonce = new_nonce()
-            output = await self._run(
+            expressions = [call.expression for call in verifier.calls]
+            replay = await self._run(
                 overlay(pristine, allowed),
                 layer,
                 replay_source(),
-                replay_stdin(nonce, verifier.module or "", [call.expression for call in verifier.calls]),
-                without_patch=overlay(pristine),
-                cpu_s=cpu_s,
-                stage="grade_replay",
+                replay_stdin(nonce, verifier.module or "", expressions, cpu_s=self._cpu_limit_s),
             )
-            results = parse_replay(output, nonce, len(verifier.calls))
-            num_equal = sum(call.expected == result for call, result in zip(verifier.calls, results, strict=True))
-        return Grade(
+            results = parse_replay(replay.stdout, nonce, len(verifier.calls))
+            num_equal = sum(call.expected == text for call, text in zip(verifier.calls, results, strict=True))
+            is_final, cpu_s["grade_replay"] = is_final and replay.is_final, replay.cpu_s
+        grade = Grade(
             solved=tests_passed and num_equal == len(verifier.calls),
             tests_passed=tests_passed,
             shown_passed=passed.issuperset(task.shown_checks),
             num_replays_equal=num_equal,
             ast_equal=_ast_equal(verifier, pristine, allowed),
             statuses={id_: report.status for id_, report in reports.items()},
-            ignored_paths=tuple(sorted(set(patch) - set(allowed))),
+            ignored_paths=(),
             cpu_s=cpu_s,
         )
+        return grade, is_final
 
     def matches_gold(self, task: Task, patch: Mapping[str, bytes]) -> bool:
         """Whether the patched files have the syntax trees of the gold version. Runs nothing."""
@@ -150,31 +173,28 @@ class Grader:
         return verifier, by_path(get_record(self._blobs, task.repository, Tree)), self._layers[task.layer]
 
     async def _run(
-        self,
-        tree: Tree,
-        layer: Layer,
-        source: str,
-        stdin: bytes,
-        *,
-        without_patch: Tree,
-        cpu_s: dict[str, float],
-        stage: str,
-        preload: Sequence[str] = (),
-    ) -> bytes:
-        """Standard output of a script in a fresh sandbox. A patch that takes its sandbox down twice, where the
-        pristine files do not, has failed; it cannot turn its own failure into a fault of the machine."""
-        for files in (tree, tree, without_patch):
-            sandbox = await self._tier.open(files, layer, self._limits)
-            try:
-                result = await sandbox.python(source, timeout_s=self._timeout_s, preload=preload, stdin=stdin)
-                return b"" if files is without_patch else result.stdout
-            except SandboxFault:
-                if files is without_patch:
-                    raise
-            finally:
-                cpu_s[stage] = cpu_s.get(stage, 0.0) + sandbox.cpu_s
-                await sandbox.close()
-        raise AssertionError("unreachable")
+        self, tree: Tree, layer: Layer, source: str, stdin: bytes, *, preload: Sequence[str] = ()
+    ) -> "_Output":
+        """A script in a fresh sandbox, however it ended. A sandbox that the patch takes down is no fault of the
+        machine: the tier tells the two apart."""
+        sandbox = await self._tier.open(tree, layer, self._limits)
+        try:
+            result = await sandbox.python(source, timeout_s=self._timeout_s, preload=preload, stdin=stdin)
+            return _Output(stdout=result.stdout, is_final=result.status == "ok", cpu_s=sandbox.cpu_s)
+        finally:
+            await sandbox.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    stdout: bytes
+    is_final: bool
+    cpu_s: float
+
+
+def _key(task: Task, files: Mapping[str, TreeFile]) -> str:
+    parts = [digest(task), *(f"{path}\0{blob_hash(files[path].data)}" for path in sorted(files))]
+    return blob_hash("\0".join(parts).encode("utf-8", "surrogatepass"))
 
 
 def _ast_equal(verifier: Verifier, pristine: Mapping[str, TreeFile], changed: Mapping[str, TreeFile]) -> bool:

@@ -9,6 +9,7 @@ and `failure` (what the first failing check says), which is found by running the
 
 import hashlib
 import re
+import signal
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import final
@@ -24,7 +25,7 @@ from tidemill.core.checks import (
     pytest_source,
     pytest_stdin,
 )
-from tidemill.core.errors import SandboxFault, TaskError
+from tidemill.core.errors import SandboxError, SandboxFault, TaskError
 from tidemill.core.records import Layer, Outcome, Task, ToolCall, Tree, TreeFile
 from tidemill.core.seams import Blobs, Feedback, Sandbox, SandboxLimits, SandboxTier, Score, ToolSpec
 from tidemill.episodes.grading import Grader
@@ -104,17 +105,19 @@ class MendEnvironment:
         layers: Mapping[str, Layer],
         grader: Grader,
         rewards: MendRewards | None = None,
-        failures: MutableMapping[str, str] | None = None,
+        results: MutableMapping[str, str] | None = None,
         limits: SandboxLimits | None = None,
-        test_timeout_s: float = 10.0,
+        test_timeout_s: float = 30.0,
+        test_cpu_limit_s: int = 4,
     ) -> None:
-        """`layers`: digest → layer. `failures`: task id → text of the first failing check, kept between attempts."""
+        """`layers`: digest → layer. `results`: what the shown checks said of a version of the file; give the same
+        dictionary to all attempts, which make the same edits again and again, and most tests need no sandbox."""
         self._tier, self._blobs, self._layers, self._grader = tier, blobs, layers, grader
         self._rewards = rewards or MendRewards()
         self.reward_version = self._rewards.version
-        self._failures = failures if failures is not None else {}
+        self._results = results if results is not None else {}
         self._limits = limits or SandboxLimits()
-        self._test_timeout_s = test_timeout_s
+        self._test_timeout_s, self._test_cpu_limit_s = test_timeout_s, test_cpu_limit_s
         self._sandbox: Sandbox | None = None
         self._cpu_s = {"sandbox": 0.0}
         self._is_written = True
@@ -139,9 +142,7 @@ class MendEnvironment:
         self._original = self._content = file.data.decode("utf-8")
         self._start = int(str(task.data.get("start_line", 1))) - 1
         self._num_lines = min(MAX_WINDOW_LINES, int(str(task.data.get("num_lines", MAX_WINDOW_LINES))))
-        failure = str(task.data.get("failure", "")) or self._failures.get(task.id)
-        if failure is None:
-            failure = self._failures[task.id] = await self._run_checks()
+        failure = str(task.data.get("failure", "")) or await self._checked()
         return f"{task.statement}\n{self._path}\n{self._window()}\n{self._placed(failure)}"
 
     async def call(self, call: ToolCall) -> Feedback:
@@ -264,7 +265,7 @@ class MendEnvironment:
         self._is_tested = True
         if self._content != self._original:
             self._tested.add(hashlib.sha256(self._content.encode("utf-8", "surrogatepass")).hexdigest())
-        return Feedback(text=self._placed(await self._run_checks()))
+        return Feedback(text=self._placed(await self._checked()))
 
     def _placed(self, failure: str) -> str:
         """A failure in the window's file, at the line that the window shows it under."""
@@ -277,31 +278,48 @@ class MendEnvironment:
 
     # --- the sandbox -----------------------------------------------------------------------------------------
 
-    async def _run_checks(self) -> str:
-        """What the shown checks say. A sandbox that dies of it is opened once more, then the code is at fault."""
+    async def _checked(self) -> str:
+        """What the shown checks say of the file as it is now."""
         ids = self._task.shown_checks
         if not ids:
             return "no checks"
-        for _ in range(2):
+        version = self._content.encode("utf-8")
+        key = hashlib.sha256(f"{self._task.repository}\0{self._path}\0{ids}\0".encode() + version).hexdigest()
+        if key in self._results:
+            return self._results[key]
+        sandbox = await self._written_sandbox()
+        nonce = new_nonce()
+        result = await sandbox.python(
+            pytest_source(),
+            timeout_s=self._test_timeout_s,
+            preload=PYTEST_PRELOAD,
+            stdin=pytest_stdin(nonce, ids, cpu_s=self._test_cpu_limit_s),
+        )
+        if result.status == "killed":  # by the code under test: the next test gets another sandbox
+            await self._drop_sandbox()
+        if result.status != "ok":
+            return f"failed: {result.status}"
+        is_out_of_time = result.exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
+        text = "failed: timeout" if is_out_of_time else failure_text(parse_statuses(result.stdout, nonce, ids))
+        self._results[key] = text
+        return text
+
+    async def _written_sandbox(self) -> Sandbox:
+        """A live sandbox with the file as it is edited now."""
+        sandbox = await self._live_sandbox()
+        if self._is_written:
+            return sandbox
+        files = Tree(files=(TreeFile(path=self._path, data=self._content.encode("utf-8")),))
+        try:
+            await sandbox.write(files)
+        except SandboxFault:
+            raise
+        except SandboxError:  # earlier code has filled or changed the workspace: that is no fault of the machine
+            await self._drop_sandbox()
             sandbox = await self._live_sandbox()
-            nonce = new_nonce()
-            try:
-                if not self._is_written:
-                    await sandbox.write(Tree(files=(TreeFile(path=self._path, data=self._content.encode("utf-8")),)))
-                    self._is_written = True
-                result = await sandbox.python(
-                    pytest_source(),
-                    timeout_s=self._test_timeout_s,
-                    preload=PYTEST_PRELOAD,
-                    stdin=pytest_stdin(nonce, ids),
-                )
-            except SandboxFault:
-                await self._drop_sandbox()
-                continue
-            if result.status != "ok":
-                return f"failed: {result.status}"
-            return failure_text(parse_statuses(result.stdout, nonce, ids))
-        return "failed: killed"
+            await sandbox.write(files)
+        self._is_written = True
+        return sandbox
 
     async def _live_sandbox(self) -> Sandbox:
         if self._sandbox is None:
