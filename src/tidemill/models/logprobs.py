@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-_CHUNK_ROWS = 512
+_CHUNK_BYTES = 1 << 20
+"""Of one buffer of logits: about what stays in the second-level cache."""
 
 
 def token_logprobs(
@@ -33,8 +34,7 @@ def _forward(
     hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature_N: Tensor, *, keep: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     logprobs, entropies, kept = [], [], []
-    for start in range(0, hidden_ND.shape[0], _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
+    for rows in _chunks(hidden_ND, head_VD):
         logits_CV = (hidden_ND[rows] @ head_VD.T).div_(temperature_N[rows].unsqueeze(1))
         log_softmax_CV = logits_CV.log_softmax(-1)
         logprobs.append(log_softmax_CV.gather(1, targets_N[rows].unsqueeze(1)).squeeze(1))
@@ -43,6 +43,11 @@ def _forward(
             kept.append(log_softmax_CV)
     empty = hidden_ND.new_zeros(0)
     return torch.cat([empty, *logprobs]), torch.cat([empty, *entropies]), kept
+
+
+def _chunks(hidden_ND: Tensor, head_VD: Tensor) -> list[slice]:
+    num_rows = max(16, _CHUNK_BYTES // (head_VD.shape[0] * head_VD.element_size()))
+    return [slice(start, start + num_rows) for start in range(0, hidden_ND.shape[0], num_rows)]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -61,8 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_ND, head_VD, targets_N, temperature_N, *kept = ctx.saved_tensors
         grad_hidden_ND, grad_head_VD = torch.empty_like(hidden_ND), torch.zeros_like(head_VD)
         scaled_N = grad_N / temperature_N
-        for index, log_softmax_CV in enumerate(kept):
-            rows = slice(index * _CHUNK_ROWS, (index + 1) * _CHUNK_ROWS)
+        for rows, log_softmax_CV in zip(_chunks(hidden_ND, head_VD), kept, strict=True):
             scaled_C1 = scaled_N[rows].unsqueeze(1)
             grad_logits_CV = log_softmax_CV.exp().mul_(-scaled_C1)
             grad_logits_CV.scatter_add_(1, targets_N[rows].unsqueeze(1), scaled_C1)
