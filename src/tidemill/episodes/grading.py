@@ -38,7 +38,7 @@ class Grade:
     """Every expected test was reported and passed, and every replayed call gave the recorded result."""
     tests_passed: bool
     shown_passed: bool
-    """The checks that the agent could run itself."""
+    """The checks that the agent could run itself; False where the replay shows that the tests were beaten."""
     num_replays_equal: int | None
     """None where the tests failed, so that nothing was replayed."""
     ast_equal: bool
@@ -144,10 +144,11 @@ class Grader:
             results = parse_replay(replay.stdout, nonce, len(verifier.calls))
             num_equal = sum(call.expected == text for call, text in zip(verifier.calls, results, strict=True))
             is_final, cpu_s["grade_replay"] = is_final and replay.is_final, replay.cpu_s
+        solved = tests_passed and num_equal == len(verifier.calls)
         grade = Grade(
-            solved=tests_passed and num_equal == len(verifier.calls),
+            solved=solved,
             tests_passed=tests_passed,
-            shown_passed=passed.issuperset(task.shown_checks),
+            shown_passed=passed.issuperset(task.shown_checks) and (solved or not tests_passed),
             num_replays_equal=num_equal,
             ast_equal=_ast_equal(verifier, pristine, allowed),
             statuses={id_: report.status for id_, report in reports.items()},

@@ -55,13 +55,20 @@ def edits_between(before: str, after: str) -> list[tuple[int, str, str]]:
     gone, come = old[head : len(old) - tail], new[head : len(new) - tail]
     if not gone and not come:
         return []
-    if not gone:  # insertion: hold on to a line beside it
-        for at in (head - 1, head):
-            if 0 <= at < len(old) and old[at]:
-                text = "\n".join([old[at], *come] if at < head else [*come, old[at]])
-                return [(at + 1, *line_edit(old[at], text))]
-        raise ValueError(f"nothing beside line {head + 1} to hold an insertion")
-    pairs = list(zip(gone, come, strict=True)) if len(gone) == len(come) else [(gone[0], "\n".join(come))]
-    pairs += [(line, "") for line in gone[len(pairs) :]]
-    edits = [(head + number, *line_edit(*pair)) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1]]
-    return edits[::-1]
+    if len(gone) == len(come) and all(gone):
+        edits = [
+            (head + n, *line_edit(*pair))
+            for n, pair in enumerate(zip(gone, come, strict=True), 1)
+            if pair[0] != pair[1]
+        ]
+        return edits[::-1]
+    held = [number for number, line in enumerate(gone) if line]
+    if held:  # the first line that is not empty becomes all the new ones
+        targets = {number: "" for number in held} | {held[0]: "\n".join(come)}
+        edits = [(head + n + 1, *line_edit(gone[n], text)) for n, text in targets.items() if gone[n] != text]
+        return edits[::-1]
+    for at in (head - 1, head + len(gone)):  # an insertion holds on to a line beside it
+        if 0 <= at < len(old) and old[at]:
+            text = "\n".join([old[at], *come] if at < head else [*come, old[at]])
+            return [(at + 1, *line_edit(old[at], text))]
+    raise ValueError(f"nothing beside line {head + 1} to hold an insertion")
