@@ -59,6 +59,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
+    "max_position_embeddings": 1024,
 }
 
 
@@ -381,6 +382,7 @@ def _update(world: _World, version: int, metrics: MetricsLog) -> None:
         "entropy": 1.2 - 0.05 * version + 0.1 * world.rng.random(),
         "k3": 1e-4 * (1 + world.rng.random()),
         "grad_norm": 0.4 + 0.1 * world.rng.random(),
+        "num_loss_tokens": float(sum(r.sampled_tokens for _, r in results)),
         "reward_mean": sum(r.reward for _, r in results) / len(results),
         "age_p50": 0.0,
         "age_max": float(max(version - r.oldest_version for _, r in results)),
@@ -439,5 +441,6 @@ def _samples(world: _World, start_s: float) -> None:
     for second in range(-5, int(world.now_s - start_s) + 1):
         for who, rate in rates.items():
             at_s = start_s + second
-            lines.append({"time_s": at_s, "who": who, "cpu_s": rate * (second + 5), "rss_bytes": 2 << 20})
+            sample = {"at_s": at_s, "who": who, "pid": 1, "ticks": round(100 * rate * (second + 5)), "ticks_per_s": 100}
+            lines.append({**sample, "rss_bytes": 2 << 20, "num_processes": 1})
     (world.folder / "proc.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))

@@ -19,7 +19,10 @@ import zstandard
 
 from support.synthetic_run import synthetic_run
 from tidemill.core.blobs import FolderBlobs, blob_hash
+from tidemill.models.config import config_from_hf
+from tidemill.models.flops import flops_per_token
 from tidemill.reports.audit import NoRun, audit
+from tidemill.reports.audit.flops import forward_flops_per_token
 from tidemill.reports.audit.resources import leftover_processes
 
 Change = Callable[[dict[str, Any]], None]
@@ -36,7 +39,7 @@ def run(honest: Path, tmp_path: Path) -> Path:
 
 
 def failed(folder: Path) -> set[str]:
-    return {line.name for line in audit(folder).lines if line.ok is False}
+    return {line.name for line in audit(folder, num_parity=12).lines if line.ok is False}
 
 
 def sql(folder: Path, statement: str, *values: object) -> list[tuple[Any, ...]]:
@@ -196,6 +199,14 @@ def test_a_version_made_from_another_batch(run: Path) -> None:
 def test_an_update_that_was_made_twice(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"stage": "rl", "step": 99, "version": 3}) + "\n")
+    assert failed(run) == {"exactly once"}
+
+
+def test_tokens_that_were_not_trained(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["num_loss_tokens"] -= 1
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert failed(run) == {"exactly once"}
 
 
@@ -440,6 +451,13 @@ def test_a_ledger_without_a_model(run: Path) -> None:
     assert "flop ledger" in failed(run)
 
 
+def test_the_ledger_counts_as_the_models_do(honest: Path) -> None:
+    manifest = json.loads((honest / "store" / "versions" / "00000000.json").read_text())
+    hf = json.loads(FolderBlobs(honest / "store" / "blobs").get(manifest["files"]["config.json"]))
+    expected = flops_per_token(config_from_hf(hf), 31.0)
+    assert forward_flops_per_token(hf, 31.0) == pytest.approx(expected, rel=1e-12)
+
+
 def test_a_damaged_line_of_a_log(run: Path) -> None:
     path = run / "metrics.jsonl"
     path.write_text("{nonsense\n" + path.read_text() + '{"cut off": ')
@@ -456,6 +474,41 @@ def test_a_process_that_outlived_the_run(run: Path) -> None:
         assert "no process left" in failed(run)
         process.communicate()
     assert leftover_processes(run) == []
+
+
+def test_a_service_that_outlived_the_run(run: Path) -> None:
+    """Known by pid and start time together: the pid alone may be another process's by now."""
+    start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    (run / "services").mkdir()
+    path = run / "services" / "learner-0.json"
+    path.write_text(json.dumps({"who": "learner-0", "pid": os.getpid(), "start_ticks": start_ticks}))
+    assert failed(run) == {"no process left"}
+    path.write_text(json.dumps({"who": "learner-0", "pid": os.getpid(), "start_ticks": start_ticks - 1}))
+    assert failed(run) == set()
+
+
+def test_a_labelled_process_is_left_over_whatever_its_command(run: Path) -> None:
+    wait = "import sys; print('up', flush=True); sys.stdin.read()"
+    env = {**os.environ, "TIDEMILL_RUN": f"{run.resolve()}#1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", wait], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert [pid for pid, _ in leftover_processes(run)] == [process.pid]
+        process.communicate()
+
+
+def test_a_service_that_was_started_again_counts_from_zero(run: Path) -> None:
+    before = audit(run, num_parity=1).line("cpu of the buildings").figures["learner_cpu_s"]
+    lines = [json.loads(line) for line in (run / "proc.jsonl").read_text().splitlines()]
+    mine = [line for line in lines if line["who"] == "learner-0"]
+    for line in mine[len(mine) // 2 :]:
+        line["pid"] = 2
+        line["ticks"] -= mine[len(mine) // 2 - 1]["ticks"]
+    (run / "proc.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    after = audit(run, num_parity=1).line("cpu of the buildings").figures["learner_cpu_s"]
+    assert after == pytest.approx(before, abs=0.02)
 
 
 def test_readers_of_a_run_are_not_left_over(run: Path) -> None:

@@ -13,6 +13,8 @@ from tidemill.reports.rundata import RunData
 SERVICES = ("coordinator", "worker", "engine", "learner", "evaluator")
 SPAN_CLASSES = {
     "wait": "wait",
+    "pretrain": "work",
+    "imitate": "work",
     "update": "work",
     "episode": "work",
     "batch": "work",

@@ -125,7 +125,7 @@ class RunData:
         rates: dict[str, list[tuple[float, float]]] = {}
         last: dict[str, tuple[float, float]] = {}
         for row in self.samples:
-            who, at_s, used_s = row["who"], row["time_s"], row["cpu_s"]
+            who, at_s, used_s = row["who"], row["at_s"], row["ticks"] / row["ticks_per_s"]
             before = last.get(who)
             last[who] = (at_s, used_s)
             if before is not None and at_s > before[0] and used_s >= before[1]:

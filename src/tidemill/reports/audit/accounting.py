@@ -186,10 +186,19 @@ def check_once(book: Book) -> Line:
 
 
 def _updates(book: Book) -> list[str]:
-    """The learner's own log names each version once, and none that was not published."""
-    logged = Counter(int(row["version"]) for row in book.run.metrics if row.get("stage") == "rl" and "version" in row)
+    """The learner's own log names each version once, none that was not published, and as many trained tokens as its
+    batch has sampled ones."""
+    rows = [row for row in book.run.metrics if row.get("stage") == "rl" and isinstance(row.get("version"), int)]
+    logged = Counter(row["version"] for row in rows)
     problems = [f"version {version} was logged {count} times" for version, count in sorted(logged.items()) if count > 1]
     problems += [f"version {v} was logged and never published" for v in sorted(logged) if v not in book.run.manifests]
+    for row in rows:
+        items = book.batches.get(row["version"] - 1, {"items": []})["items"]
+        facts = [book.facts[item["attempt_id"]] for item in items if item["attempt_id"] in book.facts]
+        sampled = sum(one.sampled_tokens for one in facts)
+        trained = row.get("num_loss_tokens", sampled)
+        if len(facts) == len(items) and trained != sampled:
+            problems.append(f"version {row['version']} was trained on {trained:g} tokens, its batch sampled {sampled}")
     return problems
 
 

@@ -41,18 +41,22 @@ def rl_window(run: Run) -> Span | None:
 
 
 def cpu_steps(run: Run, window: Span) -> dict[str, list[tuple[float, float, float]]]:
-    """Service → (from, to, CPU seconds) between neighbouring samples inside the window. A counter that went down
-    belongs to a service that was started again: what it used since is counted from zero."""
+    """Service → (from, to, CPU seconds) between neighbouring samples inside the window.
+
+    A service that was started again counts from zero; where a counter goes down (a child was lost with what it had
+    used), the step counts nothing.
+    """
     steps: dict[str, list[tuple[float, float, float]]] = {}
-    last: dict[str, tuple[float, float]] = {}
+    last: dict[str, tuple[float, float, int]] = {}
     for sample in run.proc:
-        who, at_s, used_s = sample["who"], sample["time_s"], sample["cpu_s"]
+        who, at_s, pid = sample["who"], sample["at_s"], sample["pid"]
+        used_s = sample["ticks"] / sample["ticks_per_s"]
         if who in last:
-            before_s, before_used_s = last[who]
+            before_s, before_used_s, before_pid = last[who]
             if before_s >= window[0] and at_s <= window[1] and at_s > before_s:
-                used = used_s - before_used_s if used_s >= before_used_s else used_s
+                used = max(0.0, used_s - before_used_s) if pid == before_pid else used_s
                 steps.setdefault(who, []).append((before_s, at_s, used))
-        last[who] = (at_s, used_s)
+        last[who] = (at_s, used_s, pid)
     return steps
 
 
@@ -170,8 +174,11 @@ def check_flops(book: Book) -> Line:
         first = run.manifests[min(run.manifests)]
         config = json.loads(run.store_blobs.get(first["files"]["config.json"]))
         inference = sum(_fed_flops(config, book, stage) for stage in ("rl", "eval"))
+        # An advantage of 0 moves nothing: such an episode costs the learner a look, and no backward pass.
         training = sum(
-            TRAINING_FACTOR * facts.total_tokens * forward_flops_per_token(config, facts.mean_context)
+            (TRAINING_FACTOR if item["advantage"] else 1.0)
+            * facts.total_tokens
+            * forward_flops_per_token(config, facts.mean_context)
             for batch in book.trained().values()
             for item in batch["items"]
             if (facts := book.facts.get(item["attempt_id"])) is not None
@@ -186,7 +193,10 @@ def check_flops(book: Book) -> Line:
     ratio = f"{training / inference:.2f}" if inference else "no inference"
     figure = f"RL training {training / 1e12:.2f} TFLOP, inference {inference / 1e12:.2f} TFLOP (ratio {ratio})"
     figure += "".join(f"; {stage} {value / 1e12:.2f} TFLOP" for stage, value in before.items())
-    detail = "training 3 × forward over all tokens of a trained episode; inference once per position that was fed"
+    detail = (
+        "training 3 × forward over all tokens of an episode with an advantage, 1 × without; "
+        "inference once per position that was fed"
+    )
     problems = ["training without inference"] if training and not inference else []
     figures = {"training": training, "inference": inference} | before
     return line_of(name, problems, figure, detail, figures)
@@ -215,14 +225,16 @@ def check_leftovers(run: Run) -> Line:
     name = "no process left"
     if run.running:
         return unseen(name, "the run is still going")
-    left = leftover_processes(run.folder)
+    left = sorted(set(leftover_processes(run.folder)) | set(living_services(run.folder)))
     problems = [f"process {pid}: {command[:100]}" for pid, command in left]
     return line_of(name, problems, f"{len(left)} alive", figures={"alive": float(len(left))})
 
 
 def leftover_processes(folder: Path) -> list[tuple[int, str]]:
-    """Processes whose command line names the run folder, but for readers of it such as this audit and its callers."""
+    """Processes that carry the run's label in their environment, or whose command line names the run folder, but for
+    readers of it such as this audit and its callers."""
     target = folder.resolve()
+    label = f"TIDEMILL_RUN={target}#".encode()
     own = _ancestors(os.getpid())
     found = []
     for entry in Path("/proc").iterdir():
@@ -231,11 +243,26 @@ def leftover_processes(folder: Path) -> list[tuple[int, str]]:
         try:
             arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             working = Path(os.readlink(entry / "cwd"))
+            labelled = any(item.startswith(label) for item in (entry / "environ").read_bytes().split(b"\0"))
         except OSError:
             continue  # it ended, or it is another user's
-        if _names(arguments, working, target) and _is_service(arguments):
+        if labelled or (_names(arguments, working, target) and _is_service(arguments)):
             found.append((int(entry.name), " ".join(arguments).strip()))
     return sorted(found)
+
+
+def living_services(folder: Path) -> list[tuple[int, str]]:
+    """Processes that the supervisor wrote down and that live: pid and start time both fit."""
+    found = []
+    for path in sorted((folder / "services").glob("*.json")):
+        try:
+            info = json.loads(path.read_bytes())
+            stat = Path(f"/proc/{info['pid']}/stat").read_text().rpartition(")")[2].split()
+        except (OSError, ValueError, KeyError):
+            continue
+        if int(stat[19]) == info.get("start_ticks") and stat[0] != "Z":
+            found.append((int(info["pid"]), str(info.get("who", path.stem))))
+    return found
 
 
 def _is_service(arguments: list[str]) -> bool:
