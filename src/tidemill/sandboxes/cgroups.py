@@ -3,6 +3,7 @@
 A sandbox's group lies under the group that we run in ourselves, so that it stays within what we were given.
 """
 
+import errno
 import os
 import signal
 import tempfile
@@ -116,8 +117,9 @@ def remove_folders(folders: list[Path], deadline_s: float = 5.0) -> int:
                 break
             except FileNotFoundError:
                 break
-            except OSError:  # EBUSY: someone is inside, or is just leaving
-                if time.monotonic() > deadline:
+            except OSError as error:
+                # EBUSY: someone is inside, or is just leaving
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
                     break
                 _kill_inside(folder)
                 time.sleep(0.002)

@@ -84,6 +84,14 @@ class Link:
             num -= len(piece)
         return b"".join(pieces)
 
+    def hung_up(self) -> bool:
+        try:
+            return self._sock.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         self._sock.close()
 
@@ -204,6 +212,8 @@ class AgentSandbox:
                 raise SandboxFault(self._fault)
             if self._gone:
                 return None
+            if self._num_run == 0 and self._link.hung_up():
+                await self._lost("it hung up")
             self._num_run += is_command
             try:
                 async with asyncio.timeout(timeout_s + GRACE_S):

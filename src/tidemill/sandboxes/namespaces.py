@@ -178,7 +178,10 @@ class NamespacesTier:
     # --- start -----------------------------------------------------------------------------------------------
 
     async def _start(self, bubble: "Bubble", request: dict[str, Any], limits: SandboxLimits) -> AgentSandbox:
-        if self._launcher is None or not self._launcher.is_alive():
+        if self._launcher is not None and not self._launcher.is_alive():
+            self._launcher.close()
+            self._launcher = None
+        if self._launcher is None:
             self._launcher = Launcher()
         ours, theirs = socket.socketpair()
         err_r, err_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -330,7 +333,8 @@ class Bubble:
         for word in (b"K", b"F"):  # init first; then bwrap itself
             try:
                 async with asyncio.timeout(END_S):
-                    await asyncio.get_running_loop().sock_sendall(self._status, word)
+                    with contextlib.suppress(OSError):  # it has ended already, and what was said lies in the socket
+                        await asyncio.get_running_loop().sock_sendall(self._status, word)
                     while (line := await self._line()) and not line.startswith("X"):
                         continue
             except (TimeoutError, OSError):
