@@ -1,8 +1,8 @@
 """The tier for training, against hostile code and against kills at any time."""
 
 import asyncio
-import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -318,4 +318,7 @@ def test_an_ordinary_user_gets_the_same_sandbox(grounds: Path) -> None:
         env=environment, user=NOBODY, group=NOBODY, extra_groups=[],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and json.dumps(done.stdout).count("not start on this machine") == 0
+    num_passed = int(re.search(r"(\d+) passed", done.stdout)[1])  # type: ignore[index]
+    reasons = re.findall(r"^SKIPPED.*?:\d+: (.*)$", done.stdout, re.MULTILINE)
+    allowed = {"no memory control group is delegated here", "this is already an ordinary user's run"}
+    assert num_passed >= 25 and set(reasons) <= allowed, done.stdout[-6000:]

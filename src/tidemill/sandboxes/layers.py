@@ -25,7 +25,7 @@ from tidemill.core.errors import SandboxUnavailable, UsageError
 from tidemill.core.records import Layer
 from tidemill.sandboxes.trees import UNCHECKED_HASH, write_bytecode
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when a layer is built differently: it is part of the cache's key."""
 PREFIX = "/opt/python"
 PYCACHE = "/opt/pycache"
@@ -169,6 +169,7 @@ def _copy_installed(package: str, site: Path) -> bool:
         target = site / file
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
+        target.chmod(0o755 if os.access(source, os.X_OK) else 0o644)
     return True
 
 
