@@ -25,16 +25,8 @@ from tidemill.core.errors import CoordinatorError, RunFolderError
 from tidemill.core.journal import BatchRow, LostHow, check_schema
 from tidemill.core.records import Attempt, AttemptResult, Stage
 
-RESULT_FIELDS = (
-    "episode",
-    "outcome",
-    "reward",
-    "oldest_version",
-    "newest_version",
-    "sampled_tokens",
-    "total_tokens",
-    "reason",
-)
+RESULT_FIELDS = tuple(name for name in AttemptResult.__struct_fields__ if name not in ("attempt_id", "lease_id"))
+"""Columns of `attempts` under the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
