@@ -201,7 +201,7 @@ TestLaggingEngines = LaggingMachine.TestCase
 TestLaggingEngines.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_every_group_finds_a_place_by_its_deadline(data: st.DataObject) -> None:
     """Admission alone, with far more groups: whatever finishes first, no group is ever rejected and no batch waits
