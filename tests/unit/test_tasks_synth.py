@@ -25,7 +25,7 @@ from tidemill.tasks.spans import same_tree
 from tidemill.tasks.synth import SynthesisConfig, synthesize
 from tidemill.tasks.vault import FolderVault, MemoryVault
 
-CONFIG = SynthesisConfig(max_per_function=2, max_tries_per_function=6)
+CONFIG = SynthesisConfig(max_per_function=2, max_tries_per_function=4)
 MATERIALS = [(PackagePin(name="tiny", version="1"), tiny_layout())]
 
 
