@@ -77,7 +77,7 @@ def mend_world(
             wall_s=60.0,
         ),
         shown_checks=("tests/test_shown.py::test_shown",),
-        data={"path": PATH, "start_line": 4, "num_lines": 7, **({"failure": failure} if failure else {})},
+        data={"path": PATH, "first_line": 4, "last_line": 10, **({"failure": failure} if failure else {})},
         provenance={},
     )
     hidden = Verifier(

@@ -301,6 +301,10 @@ def test_tokens_of_a_version_before_it_was_published(run: Path) -> None:
     path = run / "store" / "versions" / "00000001.json"
     late = path.stat().st_mtime + 1000
     os.utime(path, (late, late))
+    assert failed(run) == set(), "a copied folder has new times; the events still tell"
+    events = run / "events" / "learner-0.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines if line["what"] != "publish"))
     assert "versions in time" in failed(run)
 
 
@@ -422,6 +426,16 @@ def test_logprobs_that_are_not_the_policy_s(run: Path, change: Change) -> None:
     assert [line.name for line in report.lines if line.ok is False] == ["logprob parity"]
 
 
+def test_rounding_of_float32_above_the_bound_is_told_and_allowed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.reports.audit.PARITY_TOLERANCE", 1e-8)
+    line = audit(run).line("logprob parity")
+    assert line.ok
+    assert line.figures["above"] > 0
+    assert "the rounding of float32" in line.detail
+    change_evaluation(run, lambda e: change_array(generation(e), "logprobs", lambda v: v.__setitem__(0, v[0] - 2e-5)))
+    assert audit(run, num_parity=10_000).line("logprob parity").ok is False
+
+
 # --- the machine ---------------------------------------------------------------------------------------------
 
 
@@ -462,6 +476,12 @@ def test_a_damaged_line_of_a_log(run: Path) -> None:
     path = run / "metrics.jsonl"
     path.write_text("{nonsense\n" + path.read_text() + '{"cut off": ')
     assert "line 1" in audit(run).line("logs readable").detail
+
+
+def test_lines_of_another_kind_are_damage_not_a_crash(run: Path) -> None:
+    for path in (run / "proc.jsonl", run / "events" / "worker-0.jsonl"):
+        path.write_text('{"another": "kind"}\n' + path.read_text())
+    assert failed(run) == {"logs readable"}
 
 
 def test_a_process_that_outlived_the_run(run: Path) -> None:

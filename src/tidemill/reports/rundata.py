@@ -49,10 +49,13 @@ class RunData:
 
     @cached_property
     def versions(self) -> dict[int, float]:
-        """Published version → Unix time of its manifest."""
+        """Published version → Unix time: of its manifest, or of the learner's event where the folder was copied."""
         found = {}
         for path in sorted((self.folder / "store" / "versions").glob("[0-9]*.json")):
             found[int(path.stem)] = path.stat().st_mtime
+        for event in self.events:
+            if event.what == "publish" and event.version in found:
+                found[event.version] = min(found[event.version], event.to_s)
         return found
 
     @property

@@ -1,4 +1,4 @@
-"""A forward pass of our own, in numpy and float64: what the logprobs of a sampled token ought to have been.
+"""A forward pass of our own, in numpy: what the logprobs of sampled tokens ought to have been, in float64 tensors.
 
 Written from the published architecture (Qwen3 and Qwen3-MoE: RMSNorm, per-head q/k norms, rotary positions, grouped
 query heads, SwiGLU, a softmax router over the top k experts) and sharing nothing with the engine or the learner.
@@ -8,12 +8,13 @@ V vocabulary.
 """
 
 import json
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 Tensors = dict[str, Floats]
 
 _SAFETENSORS_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -89,7 +90,8 @@ def forward(
     eps = _eps(config)
     embedding_VD = tensors["model.embed_tokens.weight"]
     hidden_TD = embedding_VD[np.asarray(token_ids, dtype=np.int64)]
-    rotary = _rotary(len(token_ids), head_size(config), rope_theta(config))
+    cos_Td, sin_Td = _rotary(len(token_ids), head_size(config), rope_theta(config))
+    rotary = (cos_Td.astype(embedding_VD.dtype), sin_Td.astype(embedding_VD.dtype))
     counts = {"routed": 0, "rerouted": 0}
     num_moe = 0
     for layer in range(config["num_hidden_layers"]):
@@ -170,7 +172,7 @@ def _attention(
     k_KTd = _rotate(k_KTd.transpose(1, 0, 2), *rotary)
     k_HTd = np.repeat(k_KTd, heads // kv_heads, axis=0)
     v_HTd = np.repeat(v_KTd, heads // kv_heads, axis=0)
-    scores_HTT = q_HTd @ k_HTd.transpose(0, 2, 1) / np.sqrt(size)
+    scores_HTT = q_HTd @ k_HTd.transpose(0, 2, 1) / math.sqrt(size)
     scores_HTT[:, ~np.tri(num_positions, dtype=bool)] = -np.inf
     scores_HTT = np.exp(scores_HTT - scores_HTT.max(axis=-1, keepdims=True))
     mixed_HTd = (scores_HTT / scores_HTT.sum(axis=-1, keepdims=True)) @ v_HTd

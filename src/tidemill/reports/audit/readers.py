@@ -19,6 +19,10 @@ import msgspec
 import zstandard
 
 
+EVENT_KEYS = frozenset({"who", "what", "from_s", "to_s", "ids", "numbers"})
+SAMPLE_KEYS = frozenset({"who", "at_s", "pid", "ticks", "ticks_per_s"})
+
+
 class NoRun(ValueError):
     """The folder cannot be audited at all; `str()` is one line for the user."""
 
@@ -114,7 +118,7 @@ class Run:
     store_blobs: BlobFolder
     manifests: dict[int, dict[str, Any]]
     published_s: dict[int, float]
-    """When the manifest appeared, by its modification time."""
+    """When a version appeared: its manifest's time, or the learner's event where that is earlier (a copied folder)."""
     manifest_problems: list[str] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -150,7 +154,14 @@ def read_run(folder: Path) -> Run:
         raise NoRun(f"{folder} is no run: it holds no journal.sqlite; give the --out folder of a run")
     manifests, published_s, manifest_problems = _read_manifests(folder / "store" / "versions")
     problems: list[str] = []
-    events = [event for path in sorted((folder / "events").glob("*.jsonl")) for event in _json_lines(path, problems)]
+    events = [
+        event
+        for path in sorted((folder / "events").glob("*.jsonl"))
+        for event in _json_lines(path, problems, EVENT_KEYS)
+    ]
+    for event in events:
+        if event["what"] == "publish" and event.get("version") in published_s:
+            published_s[event["version"]] = min(published_s[event["version"]], event["to_s"])
     return Run(
         folder=folder,
         running=is_locked(folder / "lock"),
@@ -162,7 +173,7 @@ def read_run(folder: Path) -> Run:
         manifest_problems=manifest_problems,
         events=sorted(events, key=lambda event: event["from_s"]),
         metrics=_json_lines(folder / "metrics.jsonl", problems),
-        proc=_json_lines(folder / "proc.jsonl", problems),
+        proc=_json_lines(folder / "proc.jsonl", problems, SAMPLE_KEYS),
         evaluations=_json_lines(folder / "eval.jsonl", problems),
         line_problems=problems,
     )
@@ -239,7 +250,7 @@ def _read_manifests(folder: Path) -> tuple[dict[int, dict[str, Any]], dict[int, 
     return manifests, published_s, problems
 
 
-def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+def _json_lines(path: Path, problems: list[str], needed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
@@ -253,7 +264,7 @@ def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
             if number < len(lines):
                 problems.append(f"{path.name}, line {number}, is damaged")
             continue
-        if isinstance(row, dict):
+        if isinstance(row, dict) and needed <= row.keys():
             rows.append(row)
         else:
             problems.append(f"{path.name}, line {number}, is damaged")
