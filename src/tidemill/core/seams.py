@@ -243,8 +243,13 @@ class Environment(Protocol):
     always. Raise `SandboxFault` where the machine, not the agent, failed: the attempt is then issued again.
     """
 
-    tools: Sequence[ToolSpec]
-    reward_version: str
+    @property
+    def tools(self) -> Sequence[ToolSpec]: ...
+
+    @property
+    def reward_version(self) -> str:
+        """Changes with the rule of `score`: episodes of one batch share it."""
+        ...
 
     async def open(self, task: Task) -> str:
         """The first text that the agent sees, after the tools."""

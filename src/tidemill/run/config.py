@@ -64,7 +64,9 @@ class PretrainingConfig:
     """The rest of the machine has little to do meanwhile."""
 
     def __post_init__(self) -> None:
-        _positive(self, "num_steps", "tokens_per_step", "peak_lr", "max_functions", "num_threads")
+        _positive(self, "tokens_per_step", "peak_lr", "max_functions", "num_threads")
+        if self.num_steps < 0:
+            raise UsageError(f"num_steps is {self.num_steps}: 0 (none) or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,12 +76,16 @@ class DemonstrationConfig:
     num_episodes: int
     gold_probability: float = 0.6
     """That an edit of the demonstrator is the right one; otherwise a plausible wrong one, and it tries again."""
-    num_epochs: int = 2
-    tokens_per_step: int = 4096
+    num_steps: int
+    episodes_per_step: int = 8
     peak_lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        _positive(self, "num_episodes", "num_epochs", "tokens_per_step", "peak_lr")
+        _positive(self, "episodes_per_step", "peak_lr")
+        if self.num_episodes < 0 or self.num_steps < 0 or bool(self.num_episodes) != bool(self.num_steps):
+            raise UsageError(
+                f"num_episodes {self.num_episodes} and num_steps {self.num_steps}: both above 0, or both 0 for none"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,9 +101,12 @@ class ReinforcementConfig:
     kl_weight: float = 0.0
     temperature: float = 1.0
     max_grad_norm: float = 1.0
+    loss_constant: float = 32.0
+    """Divides the sum over an attempt's tokens: about how many it samples."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_updates", "group_size", "groups_per_batch", "peak_lr", "temperature", "max_grad_norm")
+        _positive(self, "loss_constant")
         if self.max_age < 0:
             raise UsageError(f"max_age is {self.max_age}: 0 (synchronous) or more")
 
@@ -143,6 +152,8 @@ class Recipe:
     rl: ReinforcementConfig
     rollouts: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig
+    num_validated_tasks: int = 20
+    """Tasks that are run through their verifiers again before a new run starts."""
     environments: tyro.conf.Suppress[Mapping[str, Callable[[], Environment]]] = dataclasses.field(default_factory=dict)
     """Name in `Task.environment` → your class, beside the built-in `mend`."""
 

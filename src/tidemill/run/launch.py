@@ -1,0 +1,87 @@
+"""`tidemill run`: prepares a run folder, starts its services, tells how it goes."""
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from tidemill.core.errors import UsageError
+from tidemill.run.config import Recipe, load_recipe, recipe_digest, resolved
+from tidemill.run.estimate import estimate_lines
+from tidemill.run.folder import RunFolder
+from tidemill.run.prepare import prepare
+from tidemill.run.progress import Progress
+from tidemill.run.services.context import overrides_file, recipe_file
+from tidemill.run.services.rollouts import open_tier
+from tidemill.run.supervisor import Service, Supervisor
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.recipe)
+    recipe = load_recipe(path, arguments.overrides)
+    if arguments.dry_run:
+        print(json.dumps(resolved(recipe), indent=2))
+        print("\n".join(estimate_lines(recipe)))
+        return 0
+    folder = RunFolder(Path(arguments.out or f"runs/{recipe.name}"))
+    with folder.lock():
+        return train(folder, recipe, path, arguments.overrides)
+
+
+def train(folder: RunFolder, recipe: Recipe, path: Path, overrides: list[str]) -> int:
+    """From a locked folder to the run's end. Returns the exit code."""
+    started_s = time.time()
+    source = path.resolve().parent / recipe.tasks
+    if not source.exists():
+        raise UsageError(f"the recipe's tasks are not at {source}: give a task manifest or a task set folder")
+    info = folder.prepare(recipe=recipe_digest(recipe), recipe_name=recipe.name)
+    if not overrides_file(folder).exists():
+        shutil.copyfile(path, recipe_file(folder))
+        overrides_file(folder).write_text(json.dumps(overrides))
+    say = Progress(folder, recipe, started_s)
+    say(f"run {info.run_id} in {folder.path}")
+    asyncio.run(_prepare(folder, recipe, source, say, f"{info.run_id}-prepare"))
+    supervisor = Supervisor(folder, services(folder, recipe), on_tick=say.tick)
+    end = supervisor.run()
+    say.tick()
+    minutes = (time.time() - started_s) / 60
+    if end == "stopped":
+        say(f"stopped after {minutes:.1f} minutes; the same command goes on from here")
+        return 130
+    say(f"done in {minutes:.1f} minutes; next: tidemill audit {folder.path}")
+    return 0
+
+
+async def _prepare(folder: RunFolder, recipe: Recipe, source: Path, say: Progress, label: str) -> None:
+    tier = open_tier(recipe.rollouts.tier, label)
+    tier.reap()
+    try:
+        await prepare(folder, recipe, source, tier, say)
+    finally:
+        await tier.close()
+
+
+def services(folder: RunFolder, recipe: Recipe) -> list[Service]:
+    """The processes of a run, in the order in which they start."""
+    whos = [
+        "coordinator-0",
+        *(f"engine-{index}" for index in range(recipe.rollouts.num_engines)),
+        *(f"worker-{index}" for index in range(recipe.rollouts.num_workers)),
+        "learner-0",
+        "evaluator-0",
+    ]
+    listening = [who for who in whos if who.startswith(("coordinator", "engine"))]
+    ports = folder.choose_ports(listening)
+    return [
+        Service(
+            who=who,
+            argv=[sys.executable, "-m", "tidemill.run.services", str(folder.path), who, json.dumps(ports)],
+            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            port=ports.get(who),
+            ends_run=who in ("learner-0", "evaluator-0"),
+        )
+        for who in whos
+    ]

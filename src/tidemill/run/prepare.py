@@ -1,0 +1,91 @@
+"""What is made once, before the services start: task set, corpus, tokenizer. Each is there whole, or not at all."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tidemill.core.errors import TaskError
+from tidemill.core.seams import SandboxTier
+from tidemill.run.config import Recipe
+from tidemill.run.folder import RunFolder
+from tidemill.run.pretraining import load_corpus, read_machine, save_corpus, train_tokenizer
+from tidemill.run.services.context import corpus_file, tasks_folder, tokenizer_folder
+from tidemill.tasks.check import check
+from tidemill.tasks.folder import TaskSet, load
+from tidemill.tasks.layout import module_name
+from tidemill.tasks.manifest import load_manifest, split_of
+from tidemill.tasks.materialize import fetch_materials, materialize
+from tidemill.tasks.vault import FolderVault
+
+Say = Callable[[str], None]
+
+
+async def prepare(folder: RunFolder, recipe: Recipe, source: Path, tier: SandboxTier, say: Say) -> None:
+    """Idempotent: what an earlier start has made stands. `source` is the recipe's task manifest or task set folder."""
+    tasks_path = tasks_folder(folder)
+    if not tasks_path.exists():
+        say(f"tasks: {source}")
+        if source.suffix == ".json":
+            await materialize(load_manifest(source), tasks_path, tier)
+        else:
+            load(source)
+            await asyncio.to_thread(_copy_folder, source, tasks_path)
+        tasks = load(tasks_path)
+        try:
+            await _validate(tasks, recipe, tier, say)
+        except BaseException:
+            shutil.rmtree(tasks_path)
+            raise
+    if not tokenizer_folder(folder).exists():
+        if not corpus_file(folder).exists():
+            say("corpus: reading this machine's Python files")
+            held_out = held_out_sources(source, load(tasks_path))
+            corpus = read_machine(recipe.pretraining, held_out=held_out, seed=recipe.seed)
+            save_corpus(corpus, corpus_file(folder))
+        corpus = load_corpus(corpus_file(folder))
+        num_chars = sum(len(function.source) for function in corpus)
+        say(f"corpus: {len(corpus)} functions, {num_chars / 1e6:.1f} MB; training the tokenizer")
+        tokenizer = await asyncio.to_thread(train_tokenizer, corpus, recipe.policy.vocab_size)
+        with_name = Path(tempfile.mkdtemp(dir=folder.path, prefix=".tokenizer-"))
+        tokenizer.save(with_name)
+        os.rename(with_name, tokenizer_folder(folder))
+
+
+def held_out_sources(source: Path, tasks: TaskSet) -> list[str]:
+    """Whole files of modules that the policy is examined on: healthy from the packages, faulty from the workspaces."""
+    found = []
+    for task in tasks.tasks:
+        if task.split != "train" and "path" in task.data:
+            found += [
+                file.data.decode("utf-8", "replace")
+                for file in tasks.workspace(task).files
+                if file.path == task.data["path"]
+            ]
+    if source.suffix == ".json":
+        manifest = load_manifest(source)
+        for _, layout in fetch_materials(manifest.packages):
+            found += [
+                text
+                for path, text in layout.sources.items()
+                if split_of(module_name(path), manifest.split_seed) != "train"
+            ]
+    return list(dict.fromkeys(found))
+
+
+async def _validate(tasks: TaskSet, recipe: Recipe, tier: SandboxTier, say: Say) -> None:
+    if recipe.num_validated_tasks == 0:
+        return
+    vault = FolderVault(tasks.folder / "vault")
+    findings = await check(tasks, vault, tier, sample=recipe.num_validated_tasks, seed=recipe.seed)
+    if findings:
+        raise TaskError(f"task {findings[0].task_id} is not sound: {findings[0].problem} (tidemill tasks check)")
+    say(f"tasks: {len(tasks.tasks)}, of which {min(recipe.num_validated_tasks, len(tasks.tasks))} were validated again")
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=".tasks-"))
+    shutil.copytree(source, aside, dirs_exist_ok=True)
+    os.rename(aside, target)

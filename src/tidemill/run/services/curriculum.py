@@ -1,0 +1,30 @@
+"""Which tasks a run takes, and in which order: drawn from the recipe's seed, so that a resumed run agrees."""
+
+import random
+from collections.abc import Iterable
+
+from tidemill.core.records import Split, Task
+from tidemill.run.config import Recipe
+
+
+def _shuffled(tasks: Iterable[Task], split: Split, seed: str) -> list[str]:
+    names = sorted(task.id for task in tasks if task.split == split)
+    random.Random(seed).shuffle(names)
+    return names
+
+
+def demonstration_tasks(tasks: Iterable[Task], recipe: Recipe) -> list[str]:
+    """One demonstration each; begun again from the front where there are fewer tasks than demonstrations."""
+    names = _shuffled(tasks, "train", f"{recipe.seed}/demonstrations")
+    num = recipe.demonstrations.num_episodes
+    return (names * (num // max(len(names), 1) + 1))[:num]
+
+
+def rl_tasks(tasks: Iterable[Task], recipe: Recipe) -> list[str]:
+    """Every training task once per epoch."""
+    return _shuffled(tasks, "train", f"{recipe.seed}/rl")
+
+
+def evaluation_tasks(tasks: Iterable[Task], recipe: Recipe) -> list[str]:
+    """The same tasks at every version."""
+    return _shuffled(tasks, "heldout", f"{recipe.seed}/evaluation")[: recipe.evaluation.num_tasks]

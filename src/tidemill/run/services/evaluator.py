@@ -1,0 +1,91 @@
+"""The evaluator's process: a checkpoint under test, with an engine and sandboxes of its own."""
+
+import asyncio
+
+import msgspec
+
+from tidemill.core.records import Attempt
+from tidemill.engines.embedded import EmbeddedEngine
+from tidemill.reports.evaluation import EvalRow, read_rows
+from tidemill.run.loops import evaluate
+from tidemill.run.services.context import Context
+from tidemill.run.services.curriculum import evaluation_tasks
+from tidemill.run.services.engine import engine_config
+from tidemill.run.services.rollouts import Rollouts, open_rollouts
+
+
+def versions_to_examine(num_updates: int, every: int) -> list[int]:
+    """The first, every so many, and the last."""
+    return sorted({*range(0, num_updates + 1, every), num_updates})
+
+
+async def serve(context: Context) -> None:
+    recipe = context.recipe
+    engine = EmbeddedEngine(engine_config(context))
+    rollouts = await open_rollouts(context, engine)
+
+    async def examine(version: int) -> None:
+        engine.swap(version, context.store.load(version))
+        await _examine(context, rollouts, version)
+
+    try:
+        await evaluate(
+            context.store,
+            examine,
+            versions=versions_to_examine(recipe.rl.num_updates, recipe.evaluation.every),
+            events=context.events,
+        )
+    finally:
+        await rollouts.tier.close()
+        await engine.close()
+
+
+async def _examine(context: Context, rollouts: Rollouts, version: int) -> None:
+    """Every task and sample of the evaluation at one version, but those that are written down already."""
+    recipe = context.recipe
+    known = {(row.version, row.task_id, row.sample) for row in read_rows(context.folder.eval)}
+    slots = asyncio.Semaphore(recipe.rollouts.num_slots)
+
+    async def one(task_id: str, sample: int) -> None:
+        async with slots:
+            row = await _row(rollouts, version, task_id, sample, seed=recipe.seed)
+        with context.folder.eval.open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+
+    async with asyncio.TaskGroup() as group:
+        for task_id in evaluation_tasks(rollouts.tasks.tasks, recipe):
+            for sample in range(recipe.evaluation.num_samples):
+                if (version, task_id, sample) not in known:
+                    group.create_task(one(task_id, sample))
+
+
+async def _row(rollouts: Rollouts, version: int, task_id: str, sample: int, *, seed: int) -> EvalRow:
+    name = f"eval-{version}-{task_id}-{sample}"
+    episode, result = await rollouts.play(
+        Attempt(
+            id=name,
+            group_id=f"eval-{version}-{task_id}",
+            task_id=task_id,
+            stage="eval",
+            seed=seed * 1_000_003 + sample,
+            lease_id=name,
+            lease_until_s=0.0,
+            try_index=0,
+        )
+    )
+    task = rollouts.tasks.task(task_id)
+    return EvalRow(
+        version=version,
+        task_id=task_id,
+        sample=sample,
+        reward=episode.reward,
+        solved=episode.measures.get("solved", 0.0) == 1.0,
+        sampled_tokens=result.sampled_tokens,
+        total_tokens=result.total_tokens,
+        turns=sum(len(segment.steps) for segment in episode.segments),
+        outcome=episode.outcome,
+        episode=result.episode or "",
+        family=task.family,
+        package=task.provenance.get("package", ""),
+        measures=episode.measures,
+    )
