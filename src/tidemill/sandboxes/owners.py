@@ -4,6 +4,7 @@
 A process is named by pid and start time: a pid alone is given again.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -45,13 +46,15 @@ class Owner:
 
     def reserve(self) -> Path:
         """A new, empty record."""
-        self._own.mkdir(parents=True, exist_ok=True)
         while True:
             self._num += 1
             path = self._own / f"{self._num}.json"
             try:
+                self._own.mkdir(parents=True, exist_ok=True)
                 path.touch(exist_ok=False)
             except FileExistsError:  # another tier object of this process counts here too
+                continue
+            except FileNotFoundError:  # a reaper took the empty folder away
                 continue
             return path
 
@@ -80,6 +83,8 @@ class Owner:
             for path in sorted(folder.glob("*.json")):
                 removed += _reap_record(path)
             shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other owners live in it, or no one ever did
+            self.folder.rmdir()
         return removed
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -28,13 +29,25 @@ def tree_cpu_s(pid: int) -> float:
     return total / TICKS_PER_S
 
 
-def kill_tree(pid: int) -> None:
-    """Kill a process and what descends from it; stopped first, so that nothing is born meanwhile."""
+def is_running(pid: int) -> bool:
+    """False for a zombie: nothing of it is left but its number."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def kill_tree(pid: int, deadline_s: float = 5.0) -> None:
+    """Kill a process and what descends from it (stopped first, so that nothing is born meanwhile); gone on return."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
-    for each in descendants(pid):
+    targets = descendants(pid)
+    for each in targets:
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+    deadline = time.monotonic() + deadline_s
+    while any(is_running(each) for each in targets) and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def running_in(folder: Path) -> list[int]:
