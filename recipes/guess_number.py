@@ -7,7 +7,9 @@ from tidemill.core.seams import Feedback, Score, ToolSpec
 class GuessNumber:
     """`task.data["number"]` is to be found between 1 and `task.data["highest"]`."""
 
-    tools = (ToolSpec(name="guess", description="Name a number.", parameters={"number": "integer"}, required=("number",)),)
+    tools = (
+        ToolSpec(name="guess", description="Name a number.", parameters={"number": "integer"}, required=("number",)),
+    )
     reward_version = "guess-number-1"
 
     async def open(self, task: Task) -> str:

@@ -19,7 +19,7 @@ turns = st.lists(
 counts = st.lists(st.integers(0, 40), max_size=3, unique=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(turns, counts, counts, st.dictionaries(st.integers(0, 40), st.integers(2, 9), max_size=3), st.integers(1, 5))
 def test_interruptions_and_swaps_change_neither_ids_nor_order(
     said: list[list[int]], fail_at: list[int], abort_at: list[int], swap_at: dict[int, int], chunk_tokens: int

@@ -51,7 +51,7 @@ def demonstrated(world: World, policy: Policy, tokenizer: Tokenizer, seed: int =
                 ),
                 environment=MendEnvironment(tier, blobs=world.blobs, layers=world.layers, grader=grader),
                 renderer=renderer,
-                engine=ScriptedEngine(spoken(policy, renderer, tokenizer.decode_plain)),
+                engine=ScriptedEngine(spoken(policy, renderer, tokenizer.decode)),
                 sampling=Sampling(),
                 sandbox_tier="local",
             )

@@ -35,7 +35,7 @@ def within(
     world: World,
     test: Callable[[Session], Awaitable[None]],
     *,
-    results: dict[str, str] | None = None,
+    failures: dict[str, str] | None = None,
     rewards: MendRewards | None = None,
 ) -> None:
     async def main() -> None:
@@ -45,7 +45,7 @@ def within(
             blobs=world.blobs,
             layers=world.layers,
             grader=Grader(tier, world, world.blobs, world.layers),
-            results=results,
+            failures=failures,
             rewards=rewards,
             test_cpu_limit_s=1,
         )
@@ -183,7 +183,7 @@ def test_results_are_shared_between_attempts() -> None:
         await session.do("edit", line=3, old=">", new="<")
         assert (await session.do("test")).text == PASSED
 
-    within(here(), test, results=results)
+    within(here(), test, failures=results)
     (key,) = results
     results[key] = "passed before"
 
@@ -191,7 +191,7 @@ def test_results_are_shared_between_attempts() -> None:
         await session.do("edit", line=3, old=">", new="<")
         assert (await session.do("test")).text == "passed before"
 
-    within(here(), again, results=results)
+    within(here(), again, failures=results)
 
 
 def scored(world: World, outcome: Outcome, *edits: tuple[int, str, str], num_tests: int = 0) -> Score:

@@ -9,10 +9,10 @@ from typing import final
 
 from tidemill.core.errors import TaskError
 from tidemill.core.records import Task, ToolCall, Tree, Verifier
-from tidemill.episodes.mend import PASSED
+from tidemill.episodes.mend import PASSED, first_window
 from tidemill.episodes.syntax import syntax_error
 from tidemill.text.tokenizer import pieces
-from tidemill.text.windows import MAX_WINDOW_LINES, edits_between
+from tidemill.text.windows import edits_between
 
 TRY_STEPS = 3
 """Of one try: undoing the last one, an edit, a test."""
@@ -57,8 +57,7 @@ class Demonstrator:
         self._gold_probability = gold_probability
         self._random = random.Random(f"{seed}/{task.id}")
         self._wrong_edit = wrong_edit or swapped_word
-        self._start = int(str(task.data.get("start_line", 1)))
-        self._num_lines = min(MAX_WINDOW_LINES, int(str(task.data.get("num_lines", MAX_WINDOW_LINES))))
+        self._start, self._num_lines = first_window(task)
         self._window_start = self._start
         self._steps_left = task.limits.max_steps
         self._current = self._original

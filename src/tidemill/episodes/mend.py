@@ -3,7 +3,7 @@
 What the agent edits lives on the host; a sandbox is opened for the first `test`, gets the edited files, and runs the
 shown checks. So the patch is what was edited, and nothing that code inside the sandbox can write.
 
-`task.data` holds `path` (the file that may be edited), `start_line` and `num_lines` (the window at the start, from 1),
+`task.data` holds `path` (the file that may be edited), `first_line` and `last_line` (the window at the start, from 1),
 and `failure` (what the first failing check says), which is found by running the shown checks where it is absent.
 """
 
@@ -63,6 +63,15 @@ TOOLS = (
 )
 
 
+def first_window(task: Task) -> tuple[int, int]:
+    """First line, from 1, and number of lines of what the agent sees at the start."""
+    first = int(str(task.data.get("first_line", 1)))
+    last = int(str(task.data.get("last_line", first + MAX_WINDOW_LINES - 1)))
+    if not 1 <= first <= last:
+        raise TaskError(f"task {task.id} has a window from line {first} to {last}: build it again")
+    return first, min(MAX_WINDOW_LINES, last - first + 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MendRewards:
     """Weights of the parts. None can be earned, and no loss avoided, by ending early."""
@@ -105,17 +114,17 @@ class MendEnvironment:
         layers: Mapping[str, Layer],
         grader: Grader,
         rewards: MendRewards | None = None,
-        results: MutableMapping[str, str] | None = None,
+        failures: MutableMapping[str, str] | None = None,
         limits: SandboxLimits | None = None,
         test_timeout_s: float = 30.0,
         test_cpu_limit_s: int = 4,
     ) -> None:
-        """`layers`: digest → layer. `results`: what the shown checks said of a version of the file; give the same
+        """`layers`: digest → layer. `failures`: what the shown checks said of a version of the file; give the same
         dictionary to all attempts, which make the same edits again and again, and most tests need no sandbox."""
         self._tier, self._blobs, self._layers, self._grader = tier, blobs, layers, grader
         self._rewards = rewards or MendRewards()
         self.reward_version = self._rewards.version
-        self._results = results if results is not None else {}
+        self._failures = failures if failures is not None else {}
         self._limits = limits or SandboxLimits()
         self._test_timeout_s, self._test_cpu_limit_s = test_timeout_s, test_cpu_limit_s
         self._sandbox: Sandbox | None = None
@@ -140,8 +149,8 @@ class MendEnvironment:
         if file is None:
             raise TaskError(f"task {task.id} wants {self._path} mended, which its repository does not hold")
         self._original = self._content = file.data.decode("utf-8")
-        self._start = int(str(task.data.get("start_line", 1))) - 1
-        self._num_lines = min(MAX_WINDOW_LINES, int(str(task.data.get("num_lines", MAX_WINDOW_LINES))))
+        first_line, self._num_lines = first_window(task)
+        self._start = first_line - 1
         failure = str(task.data.get("failure", "")) or await self._checked()
         return f"{task.statement}\n{self._path}\n{self._window()}\n{self._placed(failure)}"
 
@@ -285,8 +294,8 @@ class MendEnvironment:
             return "no checks"
         version = self._content.encode("utf-8")
         key = hashlib.sha256(f"{self._task.repository}\0{self._path}\0{ids}\0".encode() + version).hexdigest()
-        if key in self._results:
-            return self._results[key]
+        if key in self._failures:
+            return self._failures[key]
         sandbox = await self._written_sandbox()
         nonce = new_nonce()
         result = await sandbox.python(
@@ -301,7 +310,7 @@ class MendEnvironment:
             return f"failed: {result.status}"
         is_out_of_time = result.exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
         text = "failed: timeout" if is_out_of_time else failure_text(parse_statuses(result.stdout, nonce, ids))
-        self._results[key] = text
+        self._failures[key] = text
         return text
 
     async def _written_sandbox(self) -> Sandbox:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tidemill.core.errors import EngineUnavailable, RequestRefused
 from tidemill.core.records import Array, StopReason, ToolCall
 from tidemill.core.seams import Chunk, EngineStatus, GenerationRequest, Renderer
-from tidemill.text.tokenizer import common_prefix
+from tidemill.text.tokenizer import SPECIAL_TOKENS, common_prefix
 
 Script = Callable[[list[int]], Sequence[int]]
 """Prompt ids → the ids to say, stop token included. Called once per turn."""
@@ -31,7 +31,10 @@ def spoken(policy: Policy, renderer: Renderer, decode: Callable[[Sequence[int]],
 
     def script(prompt_ids: list[int]) -> list[int]:
         nonlocal seen
-        said = renderer.say([policy.act(decode(prompt_ids[seen:]))])
+        text = decode(prompt_ids[seen:])
+        for token in SPECIAL_TOKENS:
+            text = text.replace(token, "")
+        said = renderer.say([policy.act(text)])
         seen = len(prompt_ids) + len(said)
         return said
 
@@ -161,7 +164,7 @@ class ScriptedEngine:
         base, words = self._turn
         if base and common_prefix(prompt_ids, base) == len(base):
             received = prompt_ids[len(base) :]
-            if len(received) < len(words) and words[: len(received)] == received:
+            if words[: len(received)] == received:  # the next turn's prompt has more, behind all of the words
                 return words[len(received) :]
         words = list(self._script(list(prompt_ids)))
         self._turn = (list(prompt_ids), words)

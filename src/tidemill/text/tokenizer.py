@@ -159,10 +159,6 @@ class Tokenizer:
         """Text for people: what is no UTF-8, or no id, becomes U+FFFD; `decode_bytes` is exact."""
         return b"".join(self._bytes.get(id_, b"\xff") for id_ in token_ids).decode("utf-8", "replace")
 
-    def decode_plain(self, token_ids: Iterable[int]) -> str:
-        """Text for people, special tokens left out."""
-        return self.decode(id_ for id_ in token_ids if id_ not in self.special_ids)
-
 
 def pieces(text: str) -> list[str]:
     """The text cut where no token crosses: where to cut an edit, so that its parts are tokens of the line."""
