@@ -65,9 +65,9 @@ def save_checkpoint(folder: Path, state: LearnerState, tensors: dict[str, Tensor
             save_tensors(dict(tensors), checkpoint_id=aside / "tensors", no_dist=True)
         manifest = _Manifest(state=state, files=_hashes(aside / "tensors"))
         _write_durably(aside / "learner.json", msgspec.json.encode(manifest))
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise
+        raise _cause(error) from None
     _sync_folder(aside / "tensors")
     _sync_folder(aside)
     if target.exists():  # the same step, done again
@@ -95,7 +95,13 @@ def fill_tensors(folder: Path, step: int, tensors: dict[str, Tensor]) -> None:
         try:
             load_tensors(dict(tensors), checkpoint_id=path / "tensors", no_dist=True)
         except (CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
-            raise ModelError(f"checkpoint {path} does not fit this learner: {str(error).splitlines()[0]}") from error
+            reason = str(_cause(error)).splitlines()[0]
+            raise ModelError(f"checkpoint {path} does not fit this learner: {reason}") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong on the first failed rank: the library wraps it in an exception that nothing expects."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 def _verified(path: Path) -> _Manifest:
