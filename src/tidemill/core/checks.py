@@ -119,16 +119,21 @@ def failure_text(reports: Mapping[str, TestReport], max_chars: int = 300) -> str
     for extra in (first.statement, first.parameters):
         room = max_chars - len(text) - 4
         if extra and room >= 20:
-            text += "\n in " + _cut(" ".join(extra.split()), room)
+            text += "\n in " + _cut(_plain(" ".join(extra.split())), room)
     return text
 
 
 def _compact(message: str) -> str:
     """An assertion as pytest words it, without addresses: its first line."""
-    lines = [re.sub(r" at 0x[0-9a-f]+", "", line.strip()) for line in message.splitlines() if line.strip()]
+    lines = [_plain(line.strip()) for line in message.splitlines() if line.strip()]
     if not lines:
         return ""
     return lines[0].removeprefix("AssertionError: ")
+
+
+def _plain(text: str) -> str:
+    """Without addresses: equal failures are to give equal texts."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _cut(text: str, max_chars: int) -> str:
