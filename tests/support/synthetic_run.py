@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from support.synthetic_policy import random_weights
 from support.synthetic_texts import Script, scripts
 from tidemill.batches.admission import AdmissionConfig, compose
 from tidemill.batches.advantages import task_advantages
@@ -34,7 +35,6 @@ from tidemill.core.records import (
     Step,
     digest,
 )
-from tidemill.core.seams import Weights, bfloat16_bits
 from tidemill.deltas.store import FolderStore
 from tidemill.reports.audit.forward import float64_tensors, forward, logprob
 from tidemill.reports.evaluation import EvalRow
@@ -43,24 +43,6 @@ from tidemill.text.tokenizer import Tokenizer
 
 STEP_S = 12.0
 """Of the run's own clock, per update."""
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 12,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 1024,
-}
 
 
 @dataclass(kw_only=True)
@@ -153,38 +135,13 @@ def _open(folder: Path, num_updates: int, group_size: int, seed: int) -> _World:
     return world
 
 
-# --- policies ------------------------------------------------------------------------------------------------
-
-
-def _weights(world: _World, version: int) -> Weights:
-    """Random at version 0, moved a little by every later one."""
-    config = CONFIG | {"vocab_size": world.tokenizer.vocab_size}
-    hidden, heads, size, inner = 16, 2, 8, 12
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for layer in range(2):
-        prefix = f"model.layers.{layer}."
-        shapes |= {prefix + "self_attn.q_proj.weight": (heads * size, hidden)}
-        shapes |= {prefix + f"self_attn.{name}_proj.weight": (size, hidden) for name in "kv"}
-        shapes |= {prefix + "self_attn.o_proj.weight": (hidden, heads * size)}
-        shapes |= {prefix + f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
-        shapes |= {prefix + f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        shapes |= {prefix + "mlp.gate.weight": (4, hidden)}
-        for expert in range(4):
-            for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-                shapes[prefix + f"mlp.experts.{expert}.{name}_proj.weight"] = shape
-    shapes["model.norm.weight"] = (hidden,)
-    base, step = np.random.default_rng(world.seed), np.random.default_rng([world.seed, version])
-    tensors = {}
-    for name, shape in shapes.items():
-        values = base.normal(0.0, 0.4, shape) + (1.0 if "norm" in name else 0.0)
-        values = values + version * 0.02 * step.normal(0.0, 1.0, shape)
-        tensors[name] = Array.of(bfloat16_bits(values.astype(np.float32)), "uint16")
-    return Weights(config=config, tokenizer=world.tokenizer.files(), tensors=tensors)
+# --- versions ------------------------------------------------------------------------------------------------
 
 
 def _publish(world: _World, version: int, batch: str | None) -> None:
+    weights = random_weights(world.tokenizer, seed=world.seed, version=version)
     snapshot = world.store.publish(
-        _weights(world, version), version=version, batch=batch, step=20 + version, run_id=world.identity.run_id
+        weights, version=version, batch=batch, step=20 + version, run_id=world.identity.run_id
     )
     os.utime(world.folder / "store" / "versions" / f"{version:08d}.json", (world.now_s, world.now_s))
     numbers = {"bytes": float(snapshot.num_bytes)}
@@ -211,7 +168,7 @@ def _generations(world: _World, script: Script, first: int, last: int) -> tuple[
         versions += [first] * (len(prompt) + middle) + [last] * (len(said) - middle)
         texts.append(world.tokenizer.decode(said))
         prompt = renderer.observe([turn.observation], 64)
-    routes = np.stack([world_choice(world.rng) for _ in range(len(ids) * 2)]).reshape(len(ids), 2, 2)
+    routes = np.array([world.rng.sample(range(4), 2) for _ in range(len(ids) * 2)], np.uint16).reshape(len(ids), 2, 2)
     logprobs = np.zeros(len(ids))
     if first >= 0:
         logits, _ = forward(*world.policy(first), np.array(ids[:-1]), routes[:-1])
@@ -240,10 +197,6 @@ def _generations(world: _World, script: Script, first: int, last: int) -> tuple[
         )
         fed = b - 1
     return generations, texts, prompt
-
-
-def world_choice(rng: random.Random) -> np.ndarray:
-    return np.array(rng.sample(range(4), 2), dtype=np.uint16)
 
 
 def _episode(world: _World, attempt: Attempt, first: int, last: int) -> Episode:

@@ -134,3 +134,14 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is no run"):
         write_report(tmp_path, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("name", ["journal.sqlite", "metrics.jsonl", "eval.jsonl", "events/worker-0.jsonl"])
+def test_a_damaged_run_is_one_clear_line(run: Path, tmp_path: Path, name: str) -> None:
+    damaged = tmp_path / "run"
+    shutil.copytree(run, damaged)
+    (damaged / name).write_bytes(b"nonsense\n" * 2000)
+    with pytest.raises(RunFolderError, match=r"damaged|no journal|cannot be read") as caught:
+        write_report(damaged, tmp_path / "page.html")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "page.html").exists()

@@ -7,9 +7,10 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from tidemill.core.errors import RunFolderError
 from tidemill.core.records import Episode
 from tidemill.reports import page_episodes, page_sections
-from tidemill.reports.audit import AuditReport, audit
+from tidemill.reports.audit import AuditReport, NoRun, audit
 from tidemill.reports.rundata import RunData
 
 Originals = Callable[[Episode], Mapping[str, bytes]]
@@ -22,10 +23,13 @@ def write_report(
     """Write the page about a run to `out`, whole or not at all; returns `out`.
 
     `audited`: the outside audit's result, made here where it is not given. Raises `RunFolderError` where `folder` is
-    no run, `NoRun` (a `ValueError`) where its journal is damaged.
+    no run, or one whose journal or logs are damaged.
     """
     data = RunData(folder)
-    html = render(data, audited or audit(folder), originals)
+    try:
+        html = render(data, audited or audit(folder), originals)
+    except NoRun as error:
+        raise RunFolderError(str(error)) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=".report-")
     try:

@@ -1,10 +1,12 @@
 """What a report reads of a run folder: the journal, the learner's log, events, evaluations, samples and episodes."""
 
 import json
+import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,19 +31,24 @@ class RunData:
 
     @cached_property
     def journal(self) -> JournalRows:
-        return read_journal(self.folder / "journal.sqlite")
+        try:
+            return read_journal(self.folder / "journal.sqlite")
+        except (sqlite3.DatabaseError, KeyError, ValueError) as error:
+            raise RunFolderError(
+                f"{self.folder / 'journal.sqlite'} is damaged ({error}): restore it from its backup"
+            ) from error
 
     @cached_property
     def metrics(self) -> list[Row]:
-        return read_metrics(self.folder / "metrics.jsonl")
+        return _readable(read_metrics, self.folder / "metrics.jsonl")
 
     @cached_property
     def events(self) -> list[Event]:
-        return read_events(self.folder / "events")
+        return _readable(read_events, self.folder / "events")
 
     @cached_property
     def evaluations(self) -> list[EvalRow]:
-        return read_rows(self.folder / "eval.jsonl")
+        return _readable(read_rows, self.folder / "eval.jsonl")
 
     @cached_property
     def blobs(self) -> FolderBlobs:
@@ -134,3 +141,14 @@ class RunData:
             if before is not None and at_s > before[0] and used_s >= before[1]:
                 rates.setdefault(who, []).append((at_s, (used_s - before[1]) / (at_s - before[0])))
         return rates
+
+
+T = TypeVar("T")
+
+
+def _readable(read: Callable[[Path], T], path: Path) -> T:
+    """Raises `RunFolderError` for a damaged file, in one line."""
+    try:
+        return read(path)
+    except ValueError as error:
+        raise RunFolderError(f"a log of the run is damaged: {error}") from error

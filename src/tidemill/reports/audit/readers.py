@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import zstandard
 
-
 EVENT_KEYS = frozenset({"who", "what", "from_s", "to_s", "ids", "numbers"})
 SAMPLE_KEYS = frozenset({"who", "at_s", "pid", "ticks", "ticks_per_s"})
 
