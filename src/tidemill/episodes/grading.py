@@ -30,6 +30,7 @@ from tidemill.core.errors import TaskError
 from tidemill.core.records import Layer, Task, Tree, TreeFile, Verifier, digest
 from tidemill.core.seams import Blobs, SandboxLimits, SandboxTier, Vault
 from tidemill.episodes.syntax import same_syntax
+from tidemill.episodes.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,8 @@ class Grader:
         self._cpu_limit_s = cpu_limit_s
         self._num_kept = num_kept
         self._kept: OrderedDict[str, Grade] = OrderedDict()
+        self.turns = Turns()
+        """Shared with the environments that this grader serves."""
 
     async def grade(self, task: Task, patch: Mapping[str, bytes]) -> Grade:
         """Raises `TaskError`, `BlobError`, `SandboxFault` or `SandboxUnavailable` where no verdict can be given."""
@@ -98,16 +101,18 @@ class Grader:
             for path in verifier.allowed_paths
             if path in patch and path in pristine
         }
+        ignored = tuple(sorted(set(patch) - set(allowed)))
         key = _key(task, allowed)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return replace(self._kept[key], ignored_paths=tuple(sorted(set(patch) - set(allowed))), cpu_s={})
-        grade, is_final = await self._judge(task, verifier, pristine, allowed, layer)
-        if is_final and self._num_kept:
-            self._kept[key] = grade
-            if len(self._kept) > self._num_kept:
-                self._kept.popitem(last=False)
-        return replace(grade, ignored_paths=tuple(sorted(set(patch) - set(allowed))))
+        async with self.turns.of(key):
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return replace(self._kept[key], ignored_paths=ignored, cpu_s={})
+            grade, is_final = await self._judge(task, verifier, pristine, allowed, layer)
+            if is_final and self._num_kept:
+                self._kept[key] = grade
+                if len(self._kept) > self._num_kept:
+                    self._kept.popitem(last=False)
+        return replace(grade, ignored_paths=ignored)
 
     async def _judge(
         self,

@@ -10,7 +10,7 @@ and `failure` (what the first failing check says), which is found by running the
 import hashlib
 import re
 import signal
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import final
 
@@ -294,8 +294,16 @@ class MendEnvironment:
             return "no checks"
         version = self._content.encode("utf-8")
         key = hashlib.sha256(f"{self._task.repository}\0{self._path}\0{ids}\0".encode() + version).hexdigest()
-        if key in self._failures:
-            return self._failures[key]
+        async with self._grader.turns.of(key):
+            if key not in self._failures:
+                text, is_final = await self._run_checks(ids)
+                if not is_final:
+                    return text
+                self._failures[key] = text
+        return self._failures[key]
+
+    async def _run_checks(self, ids: Sequence[str]) -> tuple[str, bool]:
+        """What they say, and whether they would say the same on another day."""
         sandbox = await self._written_sandbox()
         nonce = new_nonce()
         result = await sandbox.python(
@@ -307,11 +315,9 @@ class MendEnvironment:
         if result.status == "killed":  # by the code under test: the next test gets another sandbox
             await self._drop_sandbox()
         if result.status != "ok":
-            return f"failed: {result.status}"
+            return f"failed: {result.status}", False
         is_out_of_time = result.exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
-        text = "failed: timeout" if is_out_of_time else failure_text(parse_statuses(result.stdout, nonce, ids))
-        self._failures[key] = text
-        return text
+        return "failed: timeout" if is_out_of_time else failure_text(parse_statuses(result.stdout, nonce, ids)), True
 
     async def _written_sandbox(self) -> Sandbox:
         """A live sandbox with the file as it is edited now."""
