@@ -15,7 +15,7 @@ import pytest
 from tidemill.core.errors import SandboxError, SandboxUnavailable, UsageError
 from tidemill.core.records import Layer, Tree, TreeFile
 from tidemill.sandboxes import layers, trees
-from tidemill.sandboxes.cache import Cache, Slots
+from tidemill.sandboxes.cache import NUM_SLOTS, Cache, Slots, first_slot_uid
 from tidemill.sandboxes.owners import Owner, start_ticks
 
 
@@ -144,6 +144,26 @@ def test_the_root_must_be_ours_and_open_to_pass_through(root: Path, monkeypatch:
     assert Cache().root == root / "named"
     monkeypatch.delenv("TIDEMILL_CACHE")
     assert Cache().root == Path(f"/var/tmp/tidemill-{os.geteuid()}")
+
+
+def test_what_no_one_uses_is_pruned_and_what_was_cleared_is_built_again(root: Path) -> None:
+    cache = Cache(root)
+    for name in ("old", "used", "new"):
+        cache.build("things", name, fill)
+    for name in ("old", "used"):
+        os.utime(root / "things" / name, (1, 1))
+    assert cache.is_sound("things", "used") is not None  # an opening dates it
+    assert cache.prune("things", 3600.0) == 1
+    assert sorted(path.name for path in (root / "things").iterdir() if path.is_dir()) == ["new", "used"]
+    assert cache.is_sound("things", "old") is None
+    assert (cache.build("things", "old", fill) / "inner" / "file").exists()
+
+
+def test_sandbox_ids_lie_within_what_a_container_has() -> None:
+    assert first_slot_uid("         0          0 4294967295\n") == 1_900_000_000
+    inside = first_slot_uid("0 1000 1\n1 100000 65536\n")
+    assert inside > 1000 and inside + NUM_SLOTS <= 65537
+    assert first_slot_uid("0 1000 1\n") == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user has one id only")

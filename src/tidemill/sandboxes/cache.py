@@ -4,6 +4,7 @@ A folder is built aside and renamed, so a half-built one is never seen, and it b
 one is noticed and built again. Any number of processes may share the cache.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -11,6 +12,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +21,6 @@ from typing import final
 from tidemill.core.errors import SandboxError, SandboxUnavailable
 
 MANIFEST = ".files"
-FIRST_SLOT_UID = 1_900_000_000
-"""Far above what distributions, containers and `systemd-nspawn` hand out."""
 NUM_SLOTS = 4096
 
 
@@ -61,9 +61,26 @@ class Cache:
         return path
 
     def is_sound(self, kind: str, name: str) -> Path | None:
-        """The folder, where this process has already found it whole."""
+        """The folder, where this process has already found it whole. Dates it: see `prune`."""
         path = self.root / kind / name
-        return path if path in self._sound else None
+        if path not in self._sound:
+            return None
+        if not _date(path):  # someone has cleared the cache
+            with self._lock:
+                self._sound.discard(path)
+            return None
+        return path
+
+    def prune(self, kind: str, max_age_s: float) -> int:
+        """Remove folders that no one has used for so long; returns how many."""
+        removed = 0
+        for path in self.folder(kind).iterdir():
+            with contextlib.suppress(OSError):
+                if path.is_dir() and time.time() - path.stat().st_mtime > max_age_s:
+                    shutil.rmtree(path)
+                    (path.parent / f".{path.name}.lock").unlink(missing_ok=True)
+                    removed += 1
+        return removed
 
     def build(self, kind: str, name: str, make: Callable[[Path], None]) -> Path:
         """The folder `kind/name`, made by `make(folder)` if it is missing or damaged. Blocks while another process
@@ -75,6 +92,7 @@ class Cache:
             with self._exclusive(target):
                 if not _is_whole(target):
                     _rebuild(target, make)
+                _date(target)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SandboxUnavailable(
@@ -94,6 +112,17 @@ class Cache:
             yield
         finally:
             os.close(fd)
+
+
+def _date(path: Path) -> bool:
+    """Note that it is used. False where it is not there."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # a cache that someone else has filled for us
+        return True
+    return True
 
 
 def _rebuild(target: Path, make: Callable[[Path], None]) -> None:
@@ -135,6 +164,14 @@ def _is_whole(target: Path) -> bool:
     return True
 
 
+def first_slot_uid(uid_map: str | None = None) -> int:
+    """The lowest id of `NUM_SLOTS` that sandboxes may have: far above what distributions, containers and
+    `systemd-nspawn` hand out; or, where we are root of a container with fewer ids, the highest that it has."""
+    text = Path("/proc/self/uid_map").read_text() if uid_map is None else uid_map
+    end = max((int(line.split()[0]) + int(line.split()[2]) for line in text.splitlines()), default=1)
+    return max(1, min(1_900_000_000, end - NUM_SLOTS))
+
+
 @final
 class Slots:
     """User ids for sandboxes, one per live sandbox, when we are root; a lock file each, so that no other process on
@@ -153,7 +190,8 @@ class Slots:
             if self._free:
                 self._free.sort()
                 return self._free.pop(0)
-            for uid in range(FIRST_SLOT_UID, FIRST_SLOT_UID + NUM_SLOTS):
+            first = first_slot_uid()
+            for uid in range(first, first + NUM_SLOTS):
                 if uid not in self._held and (fd := _try_lock(self._folder / str(uid))) is not None:
                     self._held[uid] = fd
                     return uid

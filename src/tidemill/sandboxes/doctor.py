@@ -9,7 +9,7 @@ from pathlib import Path
 from tidemill.core.errors import SandboxError
 from tidemill.core.records import Record
 from tidemill.sandboxes import cgroups, profile
-from tidemill.sandboxes.cache import FIRST_SLOT_UID, Cache
+from tidemill.sandboxes.cache import Cache, first_slot_uid
 from tidemill.sandboxes.layers import installed_layer, running_python
 from tidemill.sandboxes.seccomp import filter_bytes
 
@@ -91,7 +91,7 @@ def _interpreter(cache: Cache) -> Fact:
 
 
 def _probe(what: str, folder: Path) -> tuple[bool, str]:
-    uid = FIRST_SLOT_UID if os.geteuid() == 0 else 0
+    uid = first_slot_uid() if os.geteuid() == 0 else 0
     command = [sys.executable, "-I", "-S", "-c", _PROBE, str(uid), what, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30, cwd="/")
     said = (done.stdout + done.stderr).strip().splitlines() or ["no answer"]

@@ -101,7 +101,6 @@ class LocalBody:
             "TMPDIR": str(self._folder / "tmp"),
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
-            "PYTHONHASHSEED": "0",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         with theirs:

@@ -30,6 +30,7 @@ from tidemill.sandboxes.seccomp import filter_bytes
 
 START_S = 30.0
 END_S = 3.0
+MAX_AGE_S = 14 * 86400.0
 MEND = "run `tidemill doctor` to see what this machine lacks"
 
 
@@ -111,6 +112,8 @@ class NamespacesTier:
                 if not sys.platform.startswith("linux"):
                     raise SandboxUnavailable(f"sandboxes of this tier need Linux, and this is {sys.platform}")
                 self._cache.open()
+                for kind in ("layers", "bases", "bytecode", "agents", "bwrap", "etc"):
+                    self._cache.prune(kind, MAX_AGE_S)
                 self._ground = _Ground(
                     bwrap=profile.find_bwrap(self._cache),
                     etc=profile.build_etc(self._cache),
@@ -187,9 +190,11 @@ class NamespacesTier:
         err_r, err_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         link = Link(ours)
         try:
-            with contextlib.closing(theirs):
-                bubble.spawn(self._launcher, request, theirs.fileno(), err_w)
-            os.close(err_w)
+            try:
+                with contextlib.closing(theirs):
+                    bubble.spawn(self._launcher, request, theirs.fileno(), err_w)
+            finally:
+                os.close(err_w)
             try:
                 async with asyncio.timeout(START_S):
                     await bubble.started()

@@ -27,8 +27,8 @@ def start_ticks(pid: int) -> int | None:
 
 
 def check_label(label: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", label) or label.startswith("."):
-        raise UsageError(f"run label {label!r}: use 1 to 64 letters, digits, '-', '_' and '.'")
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", label) or label.startswith("."):
+        raise UsageError(f"run label {label!r}: use 1 to 128 letters, digits, '-', '_' and '.'")
     return label
 
 

@@ -98,14 +98,13 @@ def layer_name(layer: Layer, version: int) -> str:
 
 
 def environment(layer: Path) -> dict[str, str]:
-    """Of every command. Hashes are fixed, so that what a test sees does not depend on the day."""
+    """Of every command. Hash seeds differ between sandboxes, so that a result which depends on one shows itself."""
     values = {
         "PATH": f"{PREFIX}/bin:/usr/bin:/bin",
         "HOME": "/tmp",
         "TMPDIR": "/tmp",
         "LANG": "C.UTF-8",
         "OMP_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "0",
         "PYTHONNOUSERSITE": "1",
         # Bytecode that is dated to the second would hide an edit made within that second.
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.core.errors import SandboxError
-from tidemill.core.records import Record, Tree
+from tidemill.core.records import Layer, Record, Tree
 from tidemill.core.seams import ExecResult, Sandbox, SandboxLimits, SandboxTier
 from tidemill.sandboxes.layers import installed_layer
 
@@ -37,12 +37,13 @@ class Probe(Record, frozen=True):
     detail: str
 
 
-async def run(tier: SandboxTier) -> list[Probe]:
-    """Open a sandbox and try. Raises `SandboxUnavailable` where none opens at all."""
+async def run(tier: SandboxTier, layer: Layer | None = None) -> list[Probe]:
+    """Open a sandbox and try. `layer` is any that is built already: by default the bare interpreter's is made for it.
+    Raises `SandboxUnavailable` where none opens at all."""
     if tier.tier == "local":  # and trying there would be the harm itself
         return [Probe(name="tier", held=False, detail="the local tier is no sandbox: use the namespaces tier")]
     with _bait() as told:
-        sandbox = await tier.open(Tree(files=()), installed_layer(), LIMITS)
+        sandbox = await tier.open(Tree(files=()), layer or installed_layer(), LIMITS)
         try:
             found = await _escapes(sandbox, told)
             for probe in (_output, _time, _leftovers, _memory, _suicide):
