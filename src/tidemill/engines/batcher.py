@@ -152,7 +152,7 @@ class Batcher:
             if slot is None:
                 return
             job.slot = slot
-            job.row_start = slot.first_row_to_report(len(job.prompt))
+            job.row_start = slot.num_reported
             self.running.append(self.waiting.popleft())
 
     def _plan_prefill(self, start: int) -> tuple[list[Span], list[Job]]:
@@ -213,7 +213,7 @@ class Batcher:
     def _finish(self, job: Job, reason: StopReason) -> Chunk:
         slot = self._leave(job)
         rows = slice(job.row_start, slot.num_recorded)
-        slot.report_start, slot.report_end = job.row_start, slot.num_recorded
+        slot.num_reported = slot.num_recorded
         return _flush(
             job,
             reason,

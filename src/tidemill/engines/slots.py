@@ -30,16 +30,16 @@ class Slot:
         self.routes: NDArray[np.uint16] = np.zeros(
             (context_tokens, config.num_layers, config.experts_per_token), np.uint16
         )
-        self.report_start = 0
-        self.report_end = 0
-        """The last finished generation brought rows `report_start..report_end` to the client."""
+        self.num_reported = 0
+        """Rows that finished generations have brought to the client. One that lost the last chunk of a stream lacks
+        its last token too, so that its next prompt ends within these rows, and `truncate` takes that back."""
 
     def truncate(self, num_tokens: int) -> None:
         """Forget what lies at `num_tokens` and beyond."""
         self.num_fed = min(self.num_fed, num_tokens)
         self.num_recorded = min(self.num_recorded, num_tokens)
-        if self.report_end > num_tokens:
-            self.report_start = self.report_end = 0
+        if self.num_reported > num_tokens:
+            self.num_reported = 0
 
     def record(self, start: int, routes: NDArray[Any], version: int) -> None:
         """Note what computed positions from `start` on; rows that exist stand: their tokens were sampled under them."""
@@ -49,13 +49,6 @@ class Slot:
             self.routes[first:end] = routes[first - start :]
             self.num_recorded = end
         self.num_fed = end
-
-    def first_row_to_report(self, num_prompt_tokens: int) -> int:
-        """Where the rows of a new generation start: after those that the client has, as far as can be known.
-
-        A client that asks with nothing beyond what the last generation brought may have lost its last chunk.
-        """
-        return self.report_end if num_prompt_tokens > self.report_end + 1 else self.report_start
 
 
 @final
@@ -86,10 +79,10 @@ class Slots:
             if donor is not slot:
                 self._copy(donor, slot, shared)
             if own is None or donor is not slot:
-                slot.report_start = slot.report_end = 0
+                slot.num_reported = 0
             reused = shared
         elif own is None:
-            slot.report_start = slot.report_end = 0
+            slot.num_reported = 0
         slot.truncate(reused)
         slot.ids[: len(prompt)] = prompt
         slot.session, slot.busy = session, True
