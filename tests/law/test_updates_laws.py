@@ -282,3 +282,19 @@ def test_idle_attempts_are_looked_at_but_not_differentiated() -> None:
     assert abs(metrics["grad_norm"] - float(grads.norm())) <= 1e-5 * float(grads.norm())
     assert abs(metrics["loss"] - value) <= 1e-5 * abs(value)
     assert metrics["num_loss_tokens"] == sum(int(row.sampled_mask.numpy().sum()) for row in rows)
+
+
+def test_logprobs_are_under_the_temperature_that_was_sampled_at() -> None:
+    """Each sequence of a pack at its own; greedy counts as 1, as the engines record it."""
+    model = sharp_model(3, torch.float64)
+    temperatures = (0.5, 1.0, 2.0, 0.0)
+    rows = [trajectory(f"a{i}", 7, length=9, temperature=t) for i, t in enumerate(temperatures)]
+    (packed,) = pack(rows, {f"a{i}": 1.0 for i in range(4)}, max_tokens=100)
+    with torch.no_grad():
+        found = forward(model, packed, 0.0).logprobs_T
+        logits = model.logits(model.forward_packed(packed.tokens_T, packed.positions_T, packed.cu_seqlens).hidden_TD)
+    for index, temperature in enumerate(temperatures):
+        here = (packed.owner_T == index) & packed.mask_T
+        expected = (logits[here] / (temperature or 1.0)).log_softmax(-1)
+        expected = expected.gather(1, packed.targets_T[here].unsqueeze(1)).squeeze(1)
+        assert torch.allclose(found[here], expected, rtol=1e-10)

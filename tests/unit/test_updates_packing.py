@@ -59,7 +59,7 @@ def test_micro_batches_are_bounded_and_keep_the_order() -> None:
 
 
 def test_routes_go_with_the_positions_that_are_fed() -> None:
-    routes = np.arange(6 * 2 * 2).reshape(6, 2, 2) % 4
+    routes = np.arange(6 * 2 * 2).reshape(6, 2, 2)  # every position another row
     rows = [by_hand("a", routes=Array.of(routes, "uint16")), by_hand("b")]
     (packed,) = pack(rows, {"a": 1.0, "b": 1.0}, max_tokens=100)
     assert packed.routes_TLK is not None
