@@ -25,25 +25,10 @@ from tidemill.core.records import Record
 Status = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "missing"]
 
 PYTEST_PRELOAD = (
-    "json",
-    "pytest",
-    "_pytest.assertion",
-    "_pytest.debugging",
-    "_pytest.fixtures",
-    "_pytest.main",
-    "_pytest.mark",
-    "_pytest.monkeypatch",
-    "_pytest.python",
-    "_pytest.recwarn",
-    "_pytest.reports",
-    "_pytest.runner",
-    "_pytest.skipping",
-    "_pytest.tmpdir",
-    "_pytest.unittest",
-    "unittest.mock",
-    "decimal",
-    "fractions",
-    "datetime",
+    *("json", "pdb", "pytest", "resource", "unittest.mock", "decimal", "fractions", "datetime", "_pytest._argcomplete"),
+    *("_pytest.assertion", "_pytest.debugging", "_pytest.fixtures", "_pytest.helpconfig", "_pytest.main"),
+    *("_pytest.mark", "_pytest.monkeypatch", "_pytest.python", "_pytest.recwarn", "_pytest.reports"),
+    *("_pytest.runner", "_pytest.skipping", "_pytest.tmpdir", "_pytest.unittest"),
 )
 """What `Sandbox.python(pytest_source(), preload=...)` should have imported before it forks."""
 
@@ -194,12 +179,10 @@ def _private():
         os.dup2(null, number)
     sys.stdin, sys.stdout, sys.stderr = (open(os.devnull, mode) for mode in "rww")
     sys.dont_write_bytecode = True
-    here = os.getcwd()
-    roots = [here]
-    source = os.path.join(here, "src")
+    source = os.path.join(os.getcwd(), "src")
     if os.path.isdir(source) and not os.path.exists(os.path.join(source, "__init__.py")):
-        roots.append(source)
-    sys.path[:0] = roots
+        sys.path.insert(0, source)
+    sys.path.insert(0, os.getcwd())
     def write(item):
         line = (nonce + " " + json.dumps(item) + "\n").encode()
         while line:
@@ -221,6 +204,12 @@ def main():
     import pytest
     ids = dict.fromkeys(request["ids"])
     here = os.getcwd() + os.sep
+    files = [file for file in dict.fromkeys(id_.split("::")[0] for id_ in ids) if os.path.isfile(file)]
+    places = {os.getcwd()}
+    for file in files:
+        parts = file.split("/")
+        places.update(here + "/".join(parts[:end + 1]) for end in range(len(parts)))
+        places.add(here + "/".join([*parts[:-1], "__init__.py"]))
     worst = {}
     messages = {}
 
@@ -262,6 +251,10 @@ def main():
                 write({"id": item.nodeid, "status": status, **messages.get(item.nodeid, {})})
             return report
 
+        def pytest_ignore_collect(self, collection_path):
+            # pytest would look into every file and folder beside the wanted ones
+            return str(collection_path) not in places
+
         def pytest_collection_modifyitems(self, items):
             items[:] = [item for item in items if item.nodeid in ids]
 
@@ -283,8 +276,8 @@ def main():
                "--continue-on-collection-errors", "--assert=" + ("rewrite" if request["rewrite"] else "plain")]
     for name in OFF.split():
         options += ["-p", "no:" + name]
-    files = dict.fromkeys(id_.split("::")[0] for id_ in ids)
-    pytest.main(options + [file for file in files if os.path.exists(file)], plugins=[Reporter()])
+    if files:
+        pytest.main(options + files, plugins=[Reporter()])
 
 try:
     main()

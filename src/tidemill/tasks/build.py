@@ -1,5 +1,6 @@
 """From a healthy package and a row of the manifest to a task, its workspace and its hidden verifier. Pure."""
 
+import ast
 import hashlib
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from tidemill.tasks.layout import Layout, cut_tests, module_name, support_files,
 from tidemill.tasks.manifest import DEFAULT_LIMITS, FunctionEntry, TaskEntry
 from tidemill.tasks.operators import Mutation, apply
 from tidemill.tasks.packages import PackagePin
-from tidemill.tasks.spans import FunctionSpan, functions
+from tidemill.tasks.spans import FunctionSpan, functions, parse
 
 
 class BuiltTask(Record, frozen=True):
@@ -27,17 +28,32 @@ def target(source: str, qualname: str) -> FunctionSpan:
     return spans[-1]
 
 
-def test_files(layout: Layout, ids: Sequence[str]) -> dict[str, str]:
-    """The test files of these ids, with only the functions that they name, and what all test files stand on."""
+def test_files(layout: Layout, ids: Sequence[str], trees: dict[str, ast.Module] | None = None) -> dict[str, str]:
+    """The test files of these ids, with only the functions that they name, and what all test files stand on.
+
+    `trees` keeps syntax trees by path from one call to the next: a test file may be large, and many tasks use it.
+    """
+    trees = {} if trees is None else trees
     wanted: dict[str, list[str]] = {}
     for id_ in ids:
         wanted.setdefault(id_.split("::", 1)[0], []).append(id_)
-    cut = {path: cut_tests(layout.tests[path], names) for path, names in wanted.items()}
+    for path in wanted:
+        if path not in trees:
+            trees[path] = parse(layout.tests[path])
+    cut = {path: cut_tests(layout.tests[path], names, trees[path]) for path, names in wanted.items()}
     return support_files(layout) | cut
 
 
-def build(pin: PackagePin, layout: Layout, function: FunctionEntry, row: TaskEntry, split: Split) -> BuiltTask:
-    """Raises `TaskError` where the row does not fit the source."""
+def build(
+    pin: PackagePin,
+    layout: Layout,
+    function: FunctionEntry,
+    row: TaskEntry,
+    *,
+    split: Split,
+    trees: dict[str, ast.Module] | None = None,
+) -> BuiltTask:
+    """Raises `TaskError` where the row does not fit the source. `trees`: as in `test_files`, one per package."""
     gold = layout.sources[function.path]
     end = row.start + len(row.old)
     mutation = Mutation(operator=row.operator, line=0, start=row.start, end=end, old=row.old, new=row.new)
@@ -76,12 +92,12 @@ def build(pin: PackagePin, layout: Layout, function: FunctionEntry, row: TaskEnt
             "operator": row.operator,
         },
     )
-    workspace = tree(dict(layout.sources), dict(layout.data), test_files(layout, shown), {function.path: faulty})
+    workspace = tree(dict(layout.sources), dict(layout.data), test_files(layout, shown, trees), {function.path: faulty})
     verifier = Verifier(
         task_id=task_id,
         fail_to_pass=tuple(failing),
         pass_to_pass=tuple(passing),
-        files=tree(test_files(layout, function.tests)),
+        files=tree(test_files(layout, function.tests, trees)),
         allowed_paths=(function.path,),
         calls=tuple(RecordedCall(expression=expression, expected=expected) for expression, expected in function.calls),
         module=module,

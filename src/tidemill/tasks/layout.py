@@ -111,15 +111,15 @@ def _has_tests(path: str, text: str) -> bool:
     )
 
 
-def cut_tests(text: str, wanted: Iterable[str]) -> str:
+def cut_tests(text: str, wanted: Iterable[str], module: ast.Module | None = None) -> str:
     """A test file with only the test functions of these node ids (`path::Class::test[params]`).
 
     Everything else stays as it is, byte for byte: imports, helpers, fixtures. A class whose tests are all gone
-    goes too, unless another class builds on it.
+    goes too, unless another class builds on it. `module`: the text's syntax tree, where it is known.
     """
     pairs = [_pair(id_) for id_ in wanted]
     source = Text(text)
-    module = parse(text)
+    module = module or parse(text)
     classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
     defined = {cls.name: {node.name for node in cls.body if isinstance(node, FunctionNode)} for cls in classes}
     bases = {base.id for cls in classes for base in cls.bases if isinstance(base, ast.Name)}
@@ -146,8 +146,11 @@ def cut_tests(text: str, wanted: Iterable[str]) -> str:
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(item.lineno for item in decorators)])
         assert node.end_lineno is not None
-        lines[first - 1 : node.end_lineno] = [""] * (node.end_lineno - first + 1)
-    return re.sub(r"\n{4,}", "\n\n\n", "".join(lines))
+        end = node.end_lineno
+        while end < len(lines) and not source.lines[end].strip():
+            end += 1
+        lines[first - 1 : end] = [""] * (end - first + 1)
+    return "".join(lines)
 
 
 def _pair(node_id: str) -> tuple[str, str]:

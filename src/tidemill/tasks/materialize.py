@@ -1,5 +1,6 @@
 """From a manifest to a task set on disk: packages are fetched, faults are placed; nothing is validated again."""
 
+import ast
 import platform
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,10 +57,12 @@ async def materialize(
 def build_all(manifest: Manifest, materials: Mapping[str, tuple[PackagePin, Layout]]) -> list[BuiltTask]:
     """All tasks of a manifest. Raises `TaskError` where one is not what it was when the manifest was made."""
     built: list[BuiltTask] = []
+    trees: dict[str, dict[str, ast.Module]] = {name: {} for name in materials}
     for row in manifest.tasks:
         function = manifest.functions[row.function]
         pin, item = materials[function.package]
-        made = build(pin, item, function, row, split_of(module_name(function.path), manifest.split_seed))
+        split = split_of(module_name(function.path), manifest.split_seed)
+        made = build(pin, item, function, row, split=split, trees=trees[function.package])
         if fingerprint(made) != row.digest:
             raise TaskError(
                 f"task {made.task.id} does not come out as in the manifest {manifest.name!r}: its digest is "

@@ -122,11 +122,13 @@ async def synthesize(
     modules = [module_name(entries[row.function].path) for row in rows]
     split_seed = best_split_seed(modules, config.seed)
     layouts = {pin.name: (pin, layout) for pin, layout in materials}
+    trees: dict[str, dict[str, ast.Module]] = {name: {} for name in layouts}
     finished = []
     for row in rows:
         entry = entries[row.function]
         pin, layout = layouts[entry.package]
-        built = build(pin, layout, entry, row, split_of(module_name(entry.path), split_seed))
+        split = split_of(module_name(entry.path), split_seed)
+        built = build(pin, layout, entry, row, split=split, trees=trees[entry.package])
         finished.append(msgspec.structs.replace(row, digest=fingerprint(built)))
     return Manifest(
         name=name,
