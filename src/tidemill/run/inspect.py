@@ -11,6 +11,7 @@ from pathlib import Path
 from tidemill.core.errors import RunFolderError
 from tidemill.core.records import Episode
 from tidemill.reports.audit import audit
+from tidemill.reports.audit.readers import NoRun
 from tidemill.reports.page import Originals, write_report
 from tidemill.reports.status import status, status_lines
 from tidemill.run.folder import RunFolder
@@ -53,7 +54,10 @@ def stop_command(arguments: argparse.Namespace) -> int:
 
 
 def audit_command(arguments: argparse.Namespace) -> int:
-    report = audit(_folder(arguments).path)
+    try:
+        report = audit(_folder(arguments).path)
+    except NoRun as error:
+        raise RunFolderError(str(error)) from None
     print(report.to_json() if arguments.json else report.table())
     return 0 if report.ok else 1
 

@@ -18,6 +18,9 @@ from tidemill.run.services.context import overrides_file, recipe_file
 from tidemill.run.services.rollouts import open_tier
 from tidemill.run.supervisor import Service, Supervisor
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+"""One thread per process, but where a stage asks for more; waiting threads must not spin on cores that others need."""
+
 
 def run_command(arguments: argparse.Namespace) -> int:
     path = Path(arguments.recipe)
@@ -79,7 +82,7 @@ def services(folder: RunFolder, recipe: Recipe) -> list[Service]:
         Service(
             who=who,
             argv=[sys.executable, "-m", "tidemill.run.services", str(folder.path), who, json.dumps(ports)],
-            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=ENVIRONMENT,
             port=ports.get(who),
             ends_run=who in ("learner-0", "evaluator-0"),
         )

@@ -75,19 +75,20 @@ class Rollouts:
 
 async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
     """Refuses to start where a sandbox does not hold, and takes away what a killed predecessor left."""
+    tasks = load(context.tasks)
     tier = open_tier(context.recipe.rollouts.tier, f"{context.info.run_id}-{context.who}")
     num_reaped = tier.reap()
     context.events.write("reap", numbers={"removed": num_reaped})
     if tier.tier != "local":
-        probes = await selftest(tier)
+        probes = await selftest(tier, next(iter(tasks.layers.values()), None))
         failed = [probe for probe in probes if not probe.held]
         if failed:
             raise SandboxError(
                 f"the sandbox does not hold: {failed[0].name}: {failed[0].detail} (tidemill doctor --sandbox)"
             )
-    tasks = load(context.tasks)
     vault = FolderVault(context.tasks / "vault")
-    grader = Grader(tier, vault, tasks.blobs, tasks.layers)
+    # Nothing is kept from one attempt to the next: each is played in a sandbox of its own and graded in a fresh one.
+    grader = Grader(tier, vault, tasks.blobs, tasks.layers, num_kept=0)
 
     def mend() -> Environment:
         return MendEnvironment(tier, blobs=tasks.blobs, layers=tasks.layers, grader=grader)
@@ -104,7 +105,7 @@ async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
 
 def open_tier(name: str, label: str) -> SandboxTier:
     if name == "local":
-        return LocalTier(i_know_this_is_not_a_sandbox=True)
+        return LocalTier(label, i_know_this_is_not_a_sandbox=True)
     return NamespacesTier(label)
 
 
