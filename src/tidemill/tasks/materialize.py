@@ -22,12 +22,9 @@ from tidemill.tasks.packages import PackagePin, fetch, read_archive
 def fetch_materials(pins: Sequence[PackagePin]) -> list[tuple[PackagePin, Layout]]:
     """Every package, with its hash, sorted into source and tests. Raises `TaskError`."""
 
-    def one(pin: PackagePin) -> tuple[PackagePin, Layout]:
-        archive, pinned = fetch(pin)
-        return pinned, layout(read_archive(archive), f"{pin.name}=={pin.version}")
-
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return list(pool.map(one, pins))
+        fetched = list(pool.map(fetch, pins))
+    return [(pin, layout(read_archive(archive), f"{pin.name}=={pin.version}")) for archive, pin in fetched]
 
 
 async def materialize(

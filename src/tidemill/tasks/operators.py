@@ -90,8 +90,8 @@ def _differing(source: str, span: FunctionSpan, mutations: Sequence[Mutation]) -
 
     def tree(text: str) -> str | None:
         try:
-            return ast.dump(ast.parse(head + text))
-        except (SyntaxError, ValueError, RecursionError):
+            return ast.dump(parse(head + text))
+        except TaskError:
             return None
 
     gold = tree(before)

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import warnings
 from collections.abc import Iterator
 
 from tidemill.core.errors import TaskError
@@ -62,7 +63,9 @@ class Text:
 def parse(source: str) -> ast.Module:
     """The syntax tree. Raises `TaskError` where the source is no Python."""
     try:
-        return ast.parse(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other people's escape sequences
+            return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise TaskError(f"cannot be parsed as Python: {error}") from error
 
