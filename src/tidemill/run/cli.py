@@ -166,3 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"tidemill {arguments.words}: {error}", file=sys.stderr)
         code = error.exit_code if isinstance(error, TidemillError) else 1
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
