@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.small_repository import RECIPE, write_repository
 
+from support.small_repository import RECIPE, write_repository
 from tidemill.core.journal import read_journal
 from tidemill.core.metrics import read_metrics
 from tidemill.run.folder import RunFolder

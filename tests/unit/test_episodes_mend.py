@@ -210,7 +210,7 @@ def scored(world: World, outcome: Outcome, *edits: tuple[int, str, str], num_tes
 
 def test_what_a_solved_episode_is_worth() -> None:
     score = scored(here(), "submitted", (3, ">", "<"), num_tests=1)
-    assert score.rewards == {"solved": 1.0, "submitted": 0.1, "shown": 0.1, "tries": 0.1}
+    assert score.rewards == {"solved": 1.0, "submitted": 0.1, "shown": 0.1, "tries": 0.3}
     assert score.patch == {PATH: GOLD.encode()}
     for name in ("solved", "ast_equal", "first_edit_correct", "tested_before_submit", "num_tests", "num_edits"):
         assert score.measures[name] == 1.0, name
@@ -219,7 +219,7 @@ def test_what_a_solved_episode_is_worth() -> None:
 
 def test_a_solved_episode_that_hit_a_limit_is_solved_but_not_submitted() -> None:
     score = scored(here(), "step_limit", (3, ">", "<"))
-    assert score.rewards == {"solved": 1.0, "submitted": 0.0, "shown": 0.1, "tries": 0.1}
+    assert score.rewards == {"solved": 1.0, "submitted": 0.0, "shown": 0.1, "tries": 0.3}
 
 
 def test_giving_up_early_earns_nothing_and_trying_on_earns_a_little() -> None:
@@ -228,7 +228,7 @@ def test_giving_up_early_earns_nothing_and_trying_on_earns_a_little() -> None:
     untested = scored(here(), "submitted", (5, ">", ">="))
     assert sum(untested.rewards.values()) == 0.0
     tried = scored(here(), "step_limit", (5, ">", ">="), (5, ">=", "<"), num_tests=2)
-    assert tried.rewards == {"solved": 0.0, "submitted": 0.0, "shown": 0.0, "tries": pytest.approx(0.05)}
+    assert tried.rewards == {"solved": 0.0, "submitted": 0.0, "shown": 0.0, "tries": pytest.approx(0.2)}
     assert (tried.measures["num_tests"], tried.measures["tested_before_submit"]) == (4.0, 0.0)
 
 

@@ -82,9 +82,9 @@ class MendRewards:
     """Handed in, and solved."""
     shown: float = 0.1
     """The shown checks pass in grading."""
-    tries: float = 0.1
+    tries: float = 0.3
     """Different edits that were accepted and then tested, as a share of `num_tries`; all of it where solved."""
-    num_tries: int = 4
+    num_tries: int = 3
 
     def __post_init__(self) -> None:
         weights = (self.solved, self.submitted, self.shown, self.tries)

@@ -60,8 +60,8 @@ class PretrainingConfig:
     code_weight: float = 0.2
     """Loss weight of a token of code, where one of the repair has 1."""
     max_functions: int = 6000
-    num_threads: int = 2
-    """The rest of the machine has little to do meanwhile."""
+    num_threads: int = 1
+    """More than one pays for larger policies only: see docs/log.md."""
 
     def __post_init__(self) -> None:
         _positive(self, "tokens_per_step", "peak_lr", "max_functions", "num_threads")
@@ -152,6 +152,8 @@ class Recipe:
     rl: ReinforcementConfig
     rollouts: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig
+    max_window_lines: int = 40
+    """Longer tasks are left out, of training and of evaluation alike: a small policy reads every token dearly."""
     num_validated_tasks: int = 20
     """Tasks that are run through their verifiers again before a new run starts."""
     environments: tyro.conf.Suppress[Mapping[str, Callable[[], Environment]]] = dataclasses.field(default_factory=dict)

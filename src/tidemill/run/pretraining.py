@@ -20,14 +20,18 @@ from tidemill.text.tokenizer import Tokenizer
 from tidemill.text.windows import numbered, window
 from tidemill.updates.corpus import Document, document
 
-REPAIRS_PER_FUNCTION = 3
+REPAIRS_PER_FUNCTION = 4
+MAX_FAULTS = 4
+MAX_LINES, MAX_CHARS = 16, 500
 MAX_FILES = 4000
 
 
 def read_machine(config: PretrainingConfig, *, held_out: Sequence[str], seed: int) -> list[CodeFunction]:
     """Functions of this machine's Python files, none of them in the `held_out` sources."""
     files = python_files(machine_roots(), max_files=MAX_FILES, seed=seed)
-    return code_corpus(files, held_out=held_out, max_functions=config.max_functions)
+    return code_corpus(
+        files, held_out=held_out, max_functions=config.max_functions, max_lines=MAX_LINES, max_chars=MAX_CHARS
+    )
 
 
 def save_corpus(corpus: Sequence[CodeFunction], path: Path) -> None:
@@ -54,7 +58,7 @@ def documents(
     corpus: Sequence[CodeFunction], renderer: Renderer, *, code_weight: float, max_tokens: int, seed: int
 ) -> Iterator[Document]:
     """Mended episodes, with the loss on code at `code_weight` and on what the agent says at 1."""
-    for repair in repairs(corpus, per_function=REPAIRS_PER_FUNCTION, seed=seed):
+    for repair in repairs(corpus, per_function=REPAIRS_PER_FUNCTION, seed=seed, max_faults=MAX_FAULTS):
         ids: list[int] = []
         weights: list[float] = []
         for piece, weight in _pieces(repair, renderer, code_weight):
@@ -66,10 +70,10 @@ def documents(
 
 def _pieces(repair: Repair, renderer: Renderer, code_weight: float) -> Iterator[tuple[list[int], float]]:
     yield renderer.open(TOOLS, opening(repair)), code_weight
+    lines = repair.faulty.split("\n")
     for number, (line, old, new) in enumerate(repair.edits):
         yield renderer.say([_call("edit", line=line, old=old, new=new)]), 1.0
-        before = repair.faulty.split("\n")[line - 1]
-        changed = numbered(before.replace(old, new, 1).split("\n"), line)
+        changed = numbered(lines[line - 1].replace(old, new, 1).split("\n"), line)
         yield renderer.observe([Observation(call_id="", text=changed)], 10**6), 0.0
         if number == len(repair.edits) - 1:
             yield renderer.say([_call("test")]), 1.0

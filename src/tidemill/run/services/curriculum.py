@@ -7,24 +7,31 @@ from tidemill.core.records import Split, Task
 from tidemill.run.config import Recipe
 
 
-def _shuffled(tasks: Iterable[Task], split: Split, seed: str) -> list[str]:
-    names = sorted(task.id for task in tasks if task.split == split)
-    random.Random(seed).shuffle(names)
+def _shuffled(tasks: Iterable[Task], split: Split, recipe: Recipe, purpose: str) -> list[str]:
+    names = sorted(task.id for task in tasks if task.split == split and _num_lines(task) <= recipe.max_window_lines)
+    random.Random(f"{recipe.seed}/{purpose}").shuffle(names)
     return names
+
+
+def _num_lines(task: Task) -> int:
+    """Of the window that the task opens on; 0 where it has none."""
+    if "last_line" not in task.data:
+        return 0
+    return int(str(task.data["last_line"])) - int(str(task.data["first_line"])) + 1
 
 
 def demonstration_tasks(tasks: Iterable[Task], recipe: Recipe) -> list[str]:
     """One demonstration each; begun again from the front where there are fewer tasks than demonstrations."""
-    names = _shuffled(tasks, "train", f"{recipe.seed}/demonstrations")
+    names = _shuffled(tasks, "train", recipe, "demonstrations")
     num = recipe.demonstrations.num_episodes
     return (names * (num // max(len(names), 1) + 1))[:num]
 
 
 def rl_tasks(tasks: Iterable[Task], recipe: Recipe) -> list[str]:
     """Every training task once per epoch."""
-    return _shuffled(tasks, "train", f"{recipe.seed}/rl")
+    return _shuffled(tasks, "train", recipe, "rl")
 
 
 def evaluation_tasks(tasks: Iterable[Task], recipe: Recipe) -> list[str]:
     """The same tasks at every version."""
-    return _shuffled(tasks, "heldout", f"{recipe.seed}/evaluation")[: recipe.evaluation.num_tasks]
+    return _shuffled(tasks, "heldout", recipe, "evaluation")[: recipe.evaluation.num_tasks]
