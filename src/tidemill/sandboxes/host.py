@@ -26,6 +26,9 @@ STATUSES: tuple[ExecStatus, ...] = ("ok", "timeout", "disk_full", "output_limit"
 SIGKILL = 9
 
 
+GRACE_S = 0.3
+
+
 class LinkLost(Exception):
     """The agent hung up, or answered what is no answer."""
 
@@ -103,8 +106,8 @@ class Body(Protocol):
 
     def oom_kills(self) -> int: ...
 
-    async def kill(self) -> None:
-        """Nothing that runs is left when this returns. Idempotent."""
+    async def kill(self, grace_s: float = 0.0) -> None:
+        """Nothing that runs is left when this returns. Idempotent. It may end by itself within `grace_s`."""
         ...
 
     def release(self) -> None:
@@ -168,7 +171,12 @@ class AgentSandbox:
         await asyncio.shield(self._closed)  # a caller that is cancelled must not leave half of it behind
 
     async def _close(self) -> None:
-        await self._body.kill()
+        grace_s = 0.0
+        if not self._turn.locked():
+            # The agent sees it, and ends by itself. What a killed pid namespace has used, the kernel tells no parent.
+            self._link.close()
+            grace_s = GRACE_S
+        await self._body.kill(grace_s)
         async with self._turn:  # a command in flight has lost its agent, and leaves
             self._link.close()
         self._body.release()

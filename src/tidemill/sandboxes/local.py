@@ -128,7 +128,7 @@ class LocalBody:
     def fault(self) -> str:
         return ""
 
-    async def kill(self) -> None:
+    async def kill(self, grace_s: float = 0.0) -> None:
         if self._process is not None and self._process.returncode is None:
             self.cpu_s()
             kill_tree(self._process.pid)

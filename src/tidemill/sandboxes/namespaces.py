@@ -327,17 +327,17 @@ class Bubble:
     def fault(self) -> str:
         return "" if self._ended else "its launcher died"
 
-    async def kill(self) -> None:
+    async def kill(self, grace_s: float = 0.0) -> None:
         if self._killing is None:
-            self._killing = asyncio.ensure_future(self._kill())
+            self._killing = asyncio.ensure_future(self._kill(grace_s))
         await asyncio.shield(self._killing)
 
-    async def _kill(self) -> None:
+    async def _kill(self, grace_s: float) -> None:
         if self._status is None:
             return
-        for word in (b"K", b"F"):  # init first; then bwrap itself
+        for word, patience_s in ((b"", grace_s), (b"K", END_S), (b"F", END_S)):  # init first; then bwrap itself
             try:
-                async with asyncio.timeout(END_S):
+                async with asyncio.timeout(patience_s):
                     with contextlib.suppress(OSError):  # it has ended already, and what was said lies in the socket
                         await asyncio.get_running_loop().sock_sendall(self._status, word)
                     while (line := await self._line()) and not line.startswith("X"):
