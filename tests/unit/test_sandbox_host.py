@@ -30,7 +30,7 @@ class Body:
     def oom_kills(self) -> int:
         return 0
 
-    async def kill(self) -> None:
+    async def kill(self, grace_s: float = 0.0) -> None:
         self.num_killed += 1
 
     def release(self) -> None:

@@ -39,7 +39,7 @@ class EventLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.who = who
         path = folder / f"{who}.jsonl"
-        _drop_cut_off_line(path)
+        drop_cut_off_line(path)
         self._file = path.open("ab", buffering=0)
 
     def write(
@@ -86,7 +86,7 @@ class EventLog:
         self._file.close()
 
 
-def _drop_cut_off_line(path: Path) -> None:
+def drop_cut_off_line(path: Path) -> None:
     """A service killed inside a write leaves half a line; the next one to hold the file takes it away."""
     if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)

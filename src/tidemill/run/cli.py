@@ -165,6 +165,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print(f"tidemill {arguments.words}: {error}", file=sys.stderr)
         code = error.exit_code if isinstance(error, TidemillError) else 1
+    except Exception as error:  # a fault of ours: still one line, unless asked for more
+        if arguments.debug:
+            traceback.print_exc()
+        line = f"{type(error).__name__}: {error}".split("\n")[0]
+        print(f"tidemill {arguments.words}: {line} (--debug shows where)", file=sys.stderr)
+        code = 1
     sys.exit(code)
 
 

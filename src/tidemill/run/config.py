@@ -46,6 +46,8 @@ class PolicyConfig:
                 f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}, "
                 f"and that of num_kv_heads {self.num_kv_heads}"
             )
+        if self.vocab_size < 512:
+            raise UsageError(f"vocab_size is {self.vocab_size}: at least 512, for bytes, numbers and marks")
         if self.experts_per_token > self.num_experts:
             raise UsageError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
 
@@ -65,6 +67,8 @@ class PretrainingConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "tokens_per_step", "peak_lr", "max_functions", "num_threads")
+        if self.code_weight < 0 or self.tokens_per_step < 2:
+            raise UsageError(f"code_weight {self.code_weight} must be 0 or more, tokens_per_step at least 2")
         if self.num_steps < 0:
             raise UsageError(f"num_steps is {self.num_steps}: 0 (none) or more")
 
@@ -82,6 +86,8 @@ class DemonstrationConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "episodes_per_step", "peak_lr")
+        if not 0 <= self.gold_probability <= 1:
+            raise UsageError(f"gold_probability is {self.gold_probability}: between 0 and 1")
         if self.num_episodes < 0 or self.num_steps < 0 or bool(self.num_episodes) != bool(self.num_steps):
             raise UsageError(
                 f"num_episodes {self.num_episodes} and num_steps {self.num_steps}: both above 0, or both 0 for none"
@@ -109,6 +115,8 @@ class ReinforcementConfig:
         _positive(self, "loss_constant")
         if self.max_age < 0:
             raise UsageError(f"max_age is {self.max_age}: 0 (synchronous) or more")
+        if self.kl_weight < 0:
+            raise UsageError(f"kl_weight is {self.kl_weight}: 0 (none) or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,10 +176,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         )
     try:
         found = runpy.run_path(str(path)).get("recipe")
-    except TypeError as error:
-        raise UsageError(f"{path}: {error}{_did_you_mean(str(error))}") from error
-    except (SyntaxError, ImportError, NameError) as error:
-        raise UsageError(f"{path}: {type(error).__name__}: {error}") from error
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a user's file may raise
+        raise UsageError(f"{path}: {type(error).__name__}: {error}{_did_you_mean(str(error))}") from error
     if not isinstance(found, Recipe):
         raise UsageError(f"{path} defines no `recipe`: end it with `recipe = Recipe(...)`, of tidemill.run.config")
     if not overrides:

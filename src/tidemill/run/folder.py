@@ -130,10 +130,11 @@ class RunFolder:
             if info.recipe != recipe:
                 raise RunFolderError(
                     f"{self.path} holds a run of another recipe ({info.recipe_name}, {info.recipe[:12]}; this is "
-                    f"{recipe_name}, {recipe[:12]}): choose another folder with --out, or put the recipe back"
+                    f"{recipe_name}, {recipe[:12]}): choose another folder with --out, put the recipe back, or give "
+                    "the same overrides"
                 )
         else:
-            strangers = sorted(p.name for p in self.path.iterdir() if p.name != "lock") if self.path.exists() else []
+            strangers = sorted(p.name for p in self.path.iterdir() if not _is_own(p.name)) if self.path.exists() else []
             if strangers:
                 raise RunFolderError(
                     f"{self.path} is not empty ({', '.join(strangers[:3])}) and holds no run: choose another folder"
@@ -258,6 +259,12 @@ class RunFolder:
                     f"no free port for {who} between {FIRST_PORT} and {FIRST_PORT + NUM_PORTS}: stop another server"
                 )
         return ports
+
+
+def _is_own(name: str) -> bool:
+    """What a `prepare` that was killed before it wrote `run.json` may have left."""
+    known = {"lock", "token", "blobs", "store", "events", "logs", "services", "checkpoints"}
+    return name in known or name.startswith((".token-", ".run.json-"))
 
 
 def is_free(port: int) -> bool:

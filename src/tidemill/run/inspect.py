@@ -29,7 +29,11 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
 
 def status_command(arguments: argparse.Namespace) -> int:
     folder = _folder(arguments)
-    if arguments.json:
+    if not folder.journal.exists():
+        stage = "preparing" if folder.owner() is not None else "not started"
+        run_id = folder.info().run_id
+        print(json.dumps({"run_id": run_id, "stage": stage}) if arguments.json else f"{run_id}: {stage}")
+    elif arguments.json:
         print(json.dumps(status(folder.path), indent=2))
     else:
         print("\n".join(status_lines(folder.path)))

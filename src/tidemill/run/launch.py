@@ -3,20 +3,24 @@
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import sys
 import time
 from pathlib import Path
 
+from tidemill.batches.disk import refuse_network_disk
 from tidemill.core.errors import UsageError
 from tidemill.run.config import Recipe, load_recipe, recipe_digest, resolved
 from tidemill.run.estimate import estimate_lines
 from tidemill.run.folder import RunFolder
 from tidemill.run.prepare import prepare
 from tidemill.run.progress import Progress
-from tidemill.run.services.context import overrides_file, recipe_file
+from tidemill.run.services.context import overrides_file, recipe_file, tasks_folder
+from tidemill.run.services.curriculum import rl_tasks
 from tidemill.run.services.rollouts import open_tier
 from tidemill.run.supervisor import Service, Supervisor
+from tidemill.tasks.folder import load
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 """One thread per process, but where a stage asks for more; waiting threads must not spin on cores that others need."""
@@ -30,6 +34,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         print("\n".join(estimate_lines(recipe)))
         return 0
     folder = RunFolder(Path(arguments.out or f"runs/{recipe.name}"))
+    if not arguments.overrides and overrides_file(folder).exists():  # of the run that is resumed
+        arguments.overrides = json.loads(overrides_file(folder).read_text())
+        recipe = load_recipe(path, arguments.overrides)
+    refuse_network_disk(folder.journal)
     with folder.lock():
         return train(folder, recipe, path, arguments.overrides)
 
@@ -38,15 +46,20 @@ def train(folder: RunFolder, recipe: Recipe, path: Path, overrides: list[str]) -
     """From a locked folder to the run's end. Returns the exit code."""
     started_s = time.time()
     source = path.resolve().parent / recipe.tasks
-    if not source.exists():
+    if not source.exists() and not tasks_folder(folder).exists():
         raise UsageError(f"the recipe's tasks are not at {source}: give a task manifest or a task set folder")
     info = folder.prepare(recipe=recipe_digest(recipe), recipe_name=recipe.name)
     if not overrides_file(folder).exists():
         shutil.copyfile(path, recipe_file(folder))
-        overrides_file(folder).write_text(json.dumps(overrides))
+        part = overrides_file(folder).with_suffix(".part")
+        part.write_text(json.dumps(overrides))
+        os.replace(part, overrides_file(folder))
     say = Progress(folder, recipe, started_s)
     say(f"run {info.run_id} in {folder.path}")
     asyncio.run(_prepare(folder, recipe, source, say, f"{info.run_id}-prepare"))
+    tasks = load(tasks_folder(folder)).tasks
+    if not rl_tasks(tasks, recipe):
+        raise UsageError(f"no training task has at most max_window_lines {recipe.max_window_lines} lines: raise it")
     supervisor = Supervisor(folder, services(folder, recipe), on_tick=say.tick)
     end = supervisor.run()
     say.tick()

@@ -136,7 +136,7 @@ async def learn(
             numbers.update(trainer.train_batch(batch, trajectories(batch)))
         publish(trainer, store, tokenizer, version=version + 1, batch=name, run_id=run_id, events=events)
         metrics.write({"stage": "rl", "step": trainer.step, "version": version + 1, "time_s": time.time(), **numbers})
-        if trainer.version % save_every == 0:
+        if trainer.version % save_every == 0 or trainer.version == num_updates:
             with events.span("checkpoint", version=trainer.version):
                 trainer.save(checkpoints)
 

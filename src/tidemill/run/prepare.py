@@ -28,17 +28,15 @@ async def prepare(folder: RunFolder, recipe: Recipe, source: Path, tier: Sandbox
     tasks_path = tasks_folder(folder)
     if not tasks_path.exists():
         say(f"tasks: {source}")
+        aside = folder.path / ".tasks-unchecked"
+        shutil.rmtree(aside, ignore_errors=True)
         if source.suffix == ".json":
-            await materialize(load_manifest(source), tasks_path, tier)
+            await materialize(load_manifest(source), aside, tier)
         else:
             load(source)
-            await asyncio.to_thread(_copy_folder, source, tasks_path)
-        tasks = load(tasks_path)
-        try:
-            await _validate(tasks, recipe, tier, say)
-        except BaseException:
-            shutil.rmtree(tasks_path)
-            raise
+            await asyncio.to_thread(shutil.copytree, source, aside)
+        await _validate(load(aside), recipe, tier, say)
+        os.rename(aside, tasks_path)
     if not tokenizer_folder(folder).exists():
         if not corpus_file(folder).exists():
             say("corpus: reading this machine's Python files")
@@ -83,9 +81,3 @@ async def _validate(tasks: TaskSet, recipe: Recipe, tier: SandboxTier, say: Say)
     if findings:
         raise TaskError(f"task {findings[0].task_id} is not sound: {findings[0].problem} (tidemill tasks check)")
     say(f"tasks: {len(tasks.tasks)}, of which {min(recipe.num_validated_tasks, len(tasks.tasks))} were validated again")
-
-
-def _copy_folder(source: Path, target: Path) -> None:
-    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=".tasks-"))
-    shutil.copytree(source, aside, dirs_exist_ok=True)
-    os.rename(aside, target)

@@ -4,6 +4,7 @@ A document looks like the opening of an episode and its first turns, so that not
 the statement, the window on a faulty function, the edit that mends it, the test that then passes, the submission.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def read_machine(config: PretrainingConfig, *, held_out: Sequence[str], seed: in
 
 def save_corpus(corpus: Sequence[CodeFunction], path: Path) -> None:
     """Kept with the run: the machine's own files may change before it is resumed."""
-    path.write_bytes(zstandard.compress(msgspec.msgpack.encode(list(corpus))))
+    part = path.with_suffix(".part")
+    part.write_bytes(zstandard.compress(msgspec.msgpack.encode(list(corpus))))
+    os.replace(part, path)
 
 
 def load_corpus(path: Path) -> list[CodeFunction]:

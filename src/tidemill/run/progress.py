@@ -30,7 +30,10 @@ class Progress:
                 if service.starts > 1:
                     self(f"{service.who} was started again ({service.starts - 1}×)")
                 self._starts[service.who] = service.starts
-        rows = read_metrics(self._folder.metrics) if self._folder.metrics.exists() else []
+        try:
+            rows = read_metrics(self._folder.metrics) if self._folder.metrics.exists() else []
+        except ValueError:  # a line that is being written; the next tick sees it whole
+            return
         self._num_seen = min(self._num_seen, len(rows))  # a resumed learner takes back what it does again
         for row in rows[self._num_seen :]:
             self._row(row)

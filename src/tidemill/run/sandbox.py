@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import sys
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 async def _run(arguments: argparse.Namespace, command: list[str], tree: Tree) -> ExecResult:
-    tier = open_tier(arguments.tier, f"command-{os.getpid()}")
+    tier = open_tier(arguments.tier, "command")
     tier.reap()
     try:
         sandbox = await tier.open(tree, layer_of(), SandboxLimits())

@@ -34,7 +34,7 @@ from tidemill.core.events import EventLog
 from tidemill.run import procfs
 from tidemill.run.folder import RunFolder, ServiceInfo
 
-HALT_EXIT_CODE = 3
+HALT_EXIT_CODE = 64
 """A service that exits with it (`TrainingHalted`) is not started again: it stops the run."""
 
 SAMPLE_EVERY_S = 1.0

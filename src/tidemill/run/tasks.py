@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -54,7 +53,7 @@ def _on_set(arguments: argparse.Namespace, act: Callable[[Path, SandboxTier], Aw
 
 def _with_tier(arguments: argparse.Namespace, act: Callable[[SandboxTier], Awaitable[commands.Result]]) -> int:
     async def whole() -> commands.Result:
-        tier = open_tier(arguments.tier, f"command-{os.getpid()}")
+        tier = open_tier(arguments.tier, "command")
         tier.reap()
         try:
             return await act(tier)

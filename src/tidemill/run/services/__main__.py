@@ -1,6 +1,11 @@
 """`python -m tidemill.run.services RUN WHO PORTS`: one service, to its end.
 
-Exit codes: 0 its work is done, or it was asked to stop; 3 the run must halt, with the cause in RUN/halted.
+| exit code      | means                                                                       |
+|----------------|-----------------------------------------------------------------------------|
+| 0              | its work is done                                                            |
+| STOPPED        | it was asked to stop; whoever did not mean the whole run gets it back       |
+| HALT_EXIT_CODE | the run must halt, with the cause in RUN/halted: starting again mends nothing |
+| 1              | it failed; the last line of its log says why, and it is started again        |
 """
 
 import asyncio
@@ -8,33 +13,51 @@ import importlib
 import json
 import signal
 import sys
+import traceback
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
-from tidemill.core.errors import TrainingHalted
+from tidemill.core.errors import (
+    ModelError,
+    RunFolderError,
+    SandboxUnavailable,
+    TaskError,
+    TrainingHalted,
+    UsageError,
+)
+from tidemill.run.folder import RunFolder
 from tidemill.run.keeper import end_with_supervisor
-from tidemill.run.services.context import Context, open_context
+from tidemill.run.services.context import open_context
 from tidemill.run.supervisor import HALT_EXIT_CODE
+
+STOPPED = 143
+PERMANENT = (TrainingHalted, UsageError, RunFolderError, ModelError, TaskError, SandboxUnavailable)
 
 
 def main() -> None:
     path, who, ports = sys.argv[1:]
     end_with_supervisor()
-    context = open_context(Path(path), who, json.loads(ports))
-    service = importlib.import_module(f"tidemill.run.services.{who.rpartition('-')[0]}")
-    context.events.write("start")
     try:
-        asyncio.run(_until_stopped(service.serve(context), context))
-    except* TrainingHalted as group:
-        cause = _first(group)
-        context.folder.write_halt(str(cause))
-        context.events.write("fault", note=str(cause))
-        print(f"halted: {cause}", file=sys.stderr)
-        sys.exit(HALT_EXIT_CODE)
-    context.events.write("stop")
+        context = open_context(Path(path), who, json.loads(ports))
+        service = importlib.import_module(f"tidemill.run.services.{who.rpartition('-')[0]}")
+        context.events.write("start")
+        was_stopped = asyncio.run(_until_stopped(service.serve(context)))
+        context.events.write("stop")
+    except Exception as error:  # the process's boundary
+        cause = _cause(error)
+        note = f"{type(cause).__name__}: {cause}"
+        traceback.print_exception(error)
+        print(note, file=sys.stderr)  # last: the supervisor quotes the last line
+        if isinstance(cause, PERMANENT):
+            RunFolder(Path(path)).write_halt(str(cause))
+            sys.exit(HALT_EXIT_CODE)
+        sys.exit(1)
+    sys.exit(STOPPED if was_stopped else 0)
 
 
-async def _until_stopped(service: "asyncio.Future[None]", context: Context) -> None:
-    """The service, cancelled by SIGTERM or SIGINT so that it closes what it holds."""
+async def _until_stopped(service: Coroutine[Any, Any, None]) -> bool:
+    """True where SIGTERM or SIGINT ended it: the service is cancelled, so that it closes what it holds."""
     task = asyncio.ensure_future(service)
     loop = asyncio.get_running_loop()
     stopped = False
@@ -51,13 +74,21 @@ async def _until_stopped(service: "asyncio.Future[None]", context: Context) -> N
     except asyncio.CancelledError:
         if not stopped:
             raise
+    return stopped
 
 
-def _first(group: BaseExceptionGroup) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _cause(error: BaseException) -> BaseException:
+    """Of a group, the failure that no restart mends, if there is one; else the first."""
+    leaves = list(_leaves(error))
+    return next((leaf for leaf in leaves if isinstance(leaf, PERMANENT)), leaves[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
 
 
 if __name__ == "__main__":

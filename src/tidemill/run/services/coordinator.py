@@ -12,7 +12,7 @@ from tidemill.run.services.curriculum import demonstration_tasks, rl_tasks
 from tidemill.run.supervisor import STARTS
 from tidemill.tasks.folder import load
 
-BACKUP_S = 60.0
+BACKUP_S = 600.0
 
 
 async def serve(context: Context) -> None:
@@ -42,14 +42,20 @@ async def serve(context: Context) -> None:
     async def back_up() -> None:
         while True:
             await asyncio.sleep(BACKUP_S)
-            await coordinator.backup(context.blobs)
+            try:
+                await coordinator.backup(context.blobs)
+            except OSError as error:  # a full disk must not take the journal's keeper away
+                context.events.write("fault", note=f"backup: {error}")
 
     backups = asyncio.create_task(back_up())
     serving = asyncio.create_task(server.serve())
-    await asyncio.wait({backups, serving}, return_when=asyncio.FIRST_COMPLETED)
-    if backups.done():
-        backups.result()
-    backups.cancel()
-    server.should_exit = True
-    await serving
-    coordinator.close()
+    try:
+        await asyncio.wait({backups, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if backups.done():
+            backups.result()
+    finally:
+        backups.cancel()
+        server.should_exit = True
+        await asyncio.wait({serving})
+        coordinator.close()
+    serving.result()

@@ -1,10 +1,11 @@
 """An engine's process: a policy, moved from version to version as the store brings them, behind a port."""
 
-import os
-import signal
+import asyncio
+from contextlib import suppress
 
 import uvicorn
 
+from tidemill.core.errors import EngineUnavailable
 from tidemill.engines.batcher import EngineConfig
 from tidemill.engines.embedded import EmbeddedEngine
 from tidemill.engines.follower import Follower
@@ -25,9 +26,12 @@ def engine_config(context: Context) -> EngineConfig:
 async def serve(context: Context) -> None:
     deaths: list[BaseException] = []
 
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+
     def died(error: BaseException) -> None:
         deaths.append(error)
-        os.kill(os.getpid(), signal.SIGTERM)
+        loop.call_soon_threadsafe(over.set)
 
     engine = EmbeddedEngine(engine_config(context), on_death=died)
     follower = Follower(context.store, engine, context.events, on_death=died)
@@ -43,16 +47,22 @@ async def serve(context: Context) -> None:
             timeout_graceful_shutdown=2,
         )
     )
+    serving, dying = asyncio.create_task(server.serve()), asyncio.create_task(over.wait())
     try:
-        await server.serve()
+        await asyncio.wait({serving, dying}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        status = await engine.status()
-        context.events.write(
-            "served",
-            version=status.version,
-            numbers={"prefill_tokens": status.prefill_tokens, "sampled_tokens": status.sampled_tokens},
-        )
+        dying.cancel()
+        server.should_exit = True
+        await asyncio.wait({serving})
+        with suppress(EngineUnavailable):
+            status = await engine.status()
+            context.events.write(
+                "served",
+                version=status.version,
+                numbers={"prefill_tokens": status.prefill_tokens, "sampled_tokens": status.sampled_tokens},
+            )
         follower.close()
         await engine.close()
     if deaths:
         raise deaths[0]
+    serving.result()

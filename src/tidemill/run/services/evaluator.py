@@ -4,6 +4,8 @@ import asyncio
 
 import msgspec
 
+from tidemill.core.errors import SandboxFault
+from tidemill.core.events import drop_cut_off_line
 from tidemill.core.records import Attempt
 from tidemill.engines.embedded import EmbeddedEngine
 from tidemill.reports.evaluation import EvalRow, read_rows
@@ -13,6 +15,8 @@ from tidemill.run.services.curriculum import evaluation_tasks
 from tidemill.run.services.engine import engine_config
 from tidemill.run.services.rollouts import Rollouts, open_rollouts
 
+MAX_TRIES = 3
+
 
 def versions_to_examine(num_updates: int, every: int) -> list[int]:
     """The first, every so many, and the last."""
@@ -21,7 +25,16 @@ def versions_to_examine(num_updates: int, every: int) -> list[int]:
 
 async def serve(context: Context) -> None:
     recipe = context.recipe
-    engine = EmbeddedEngine(engine_config(context))
+    deaths: list[BaseException] = []
+    loop, me = asyncio.get_running_loop(), asyncio.current_task()
+    assert me is not None
+
+    def died(error: BaseException) -> None:
+        deaths.append(error)
+        loop.call_soon_threadsafe(me.cancel)
+
+    drop_cut_off_line(context.folder.eval)
+    engine = EmbeddedEngine(engine_config(context), on_death=died)
     rollouts = await open_rollouts(context, engine)
 
     async def examine(version: int) -> None:
@@ -35,6 +48,10 @@ async def serve(context: Context) -> None:
             versions=versions_to_examine(recipe.rl.num_updates, recipe.evaluation.every),
             events=context.events,
         )
+    except asyncio.CancelledError:
+        if deaths:
+            raise deaths[0] from None
+        raise
     finally:
         await rollouts.tier.close()
         await engine.close()
@@ -61,18 +78,22 @@ async def _examine(context: Context, rollouts: Rollouts, version: int) -> None:
 
 async def _row(rollouts: Rollouts, version: int, task_id: str, sample: int, *, seed: int) -> EvalRow:
     name = f"eval-{version}-{task_id}-{sample}"
-    episode, result = await rollouts.play(
-        Attempt(
+    for number in range(MAX_TRIES):
+        attempt = Attempt(
             id=name,
             group_id=f"eval-{version}-{task_id}",
             task_id=task_id,
             stage="eval",
             seed=seed * 1_000_003 + sample,
-            lease_id=name,
+            lease_id=f"{name}-{number}",
             lease_until_s=0.0,
-            try_index=0,
+            try_index=number,
         )
-    )
+        episode, result = await rollouts.play(attempt)
+        if episode.outcome != "env_fault":
+            break
+    else:
+        raise SandboxFault(f"{name} failed {MAX_TRIES} times, through no fault of the policy: {result.reason}")
     task = rollouts.tasks.task(task_id)
     return EvalRow(
         version=version,

@@ -1,5 +1,6 @@
 """The learner's process: pre-training, demonstrations, then batch after batch. No untrusted child."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -83,7 +84,8 @@ async def _make_version_0(context: Context, learner: Learner, coordinator: Coord
     recipe = context.recipe
     if learner.stage in (None, "cpt") and recipe.pretraining.num_steps:
         with context.events.span("pretrain"):
-            _pretrain(context, learner, metrics)
+            await _pretrain(context, learner, metrics)
+        learner.save(context.folder.checkpoints)
     if recipe.demonstrations.num_steps:
         start = time.time()
         while (results := await coordinator.demonstrations(LEASE_WAIT_S)) is None:
@@ -96,13 +98,13 @@ async def _make_version_0(context: Context, learner: Learner, coordinator: Coord
             for trajectory in trajectories(get_record(context.blobs, result.episode, Episode))
         ]
         with context.events.span("imitate"):
-            _imitate(context, learner, shown, metrics)
+            await _imitate(context, learner, shown, metrics)
     learner.save(context.folder.checkpoints)
     files = context.tokenizer().files()
     publish(learner, context.store, files, version=0, batch=None, run_id=context.info.run_id, events=context.events)
 
 
-def _pretrain(context: Context, learner: Learner, metrics: MetricsLog) -> None:
+async def _pretrain(context: Context, learner: Learner, metrics: MetricsLog) -> None:
     recipe, config = context.recipe, context.recipe.pretraining
     torch.set_num_threads(config.num_threads)
     corpus = Corpus(
@@ -124,11 +126,12 @@ def _pretrain(context: Context, learner: Learner, metrics: MetricsLog) -> None:
         found = learner.train_text(corpus.next_rows(1))
         learner.position = corpus.position
         _log(metrics, learner, found)
+        await asyncio.sleep(0)  # where a request to stop takes effect
         if learner.step % SAVE_EVERY_STEPS == 0:
             learner.save(context.folder.checkpoints)
 
 
-def _imitate(context: Context, learner: Learner, shown: Sequence[Trajectory], metrics: MetricsLog) -> None:
+async def _imitate(context: Context, learner: Learner, shown: Sequence[Trajectory], metrics: MetricsLog) -> None:
     config = context.recipe.demonstrations
     torch.set_num_threads(context.recipe.pretraining.num_threads)
     order = EpochOrder(len(shown), context.recipe.seed)
@@ -138,6 +141,7 @@ def _imitate(context: Context, learner: Learner, shown: Sequence[Trajectory], me
         found = learner.train_demonstrations([shown[index] for index in order.take(config.episodes_per_step)])
         done += 1
         _log(metrics, learner, found)
+        await asyncio.sleep(0)  # where a request to stop takes effect
         if done % SAVE_EVERY_STEPS == 0:
             learner.save(context.folder.checkpoints)
 

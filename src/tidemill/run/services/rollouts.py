@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
+import msgspec
+
 from tidemill.core.blobs import get_record, put_record
-from tidemill.core.errors import SandboxError, UsageError
+from tidemill.core.errors import SandboxUnavailable, UsageError
 from tidemill.core.records import Attempt, AttemptResult, Episode, Task, Tree
 from tidemill.core.seams import Engine, Environment, SandboxTier
 from tidemill.episodes.demonstrations import Demonstrator
@@ -39,6 +41,8 @@ class Rollouts:
         """One episode, from its lease to its blob."""
         context, recipe = self.context, self.context.recipe
         task = self.tasks.task(attempt.task_id)
+        longest = min(task.limits.max_context_tokens, recipe.policy.max_context_tokens)
+        task = msgspec.structs.replace(task, limits=msgspec.structs.replace(task.limits, max_context_tokens=longest))
         if task.environment not in self.environments:
             raise UsageError(f"task {task.id} wants environment {task.environment!r}: name it in the recipe")
         renderer = context.renderer()
@@ -83,7 +87,7 @@ async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
         probes = await selftest(tier, next(iter(tasks.layers.values()), None))
         failed = [probe for probe in probes if not probe.held]
         if failed:
-            raise SandboxError(
+            raise SandboxUnavailable(
                 f"the sandbox does not hold: {failed[0].name}: {failed[0].detail} (tidemill doctor --sandbox)"
             )
     vault = FolderVault(context.tasks / "vault")

@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from contextlib import suppress
 
-from tidemill.core.errors import EngineUnavailable
+from tidemill.core.errors import EngineError, EngineUnavailable
 from tidemill.core.records import Attempt, AttemptResult
 from tidemill.engines.client import Fleet, HttpEngine
 from tidemill.run.loops import POLL_S, work
@@ -31,7 +31,27 @@ async def serve(context: Context) -> None:
                 newest = (await fleet.status()).version
             if newest < lease.min_version:
                 await asyncio.sleep(POLL_S)
-        return (await rollouts.play(lease))[1]
+        try:
+            return (await rollouts.play(lease))[1]
+        except (EngineError, OSError):  # a broken contract, a full disk: the process's own affair
+            raise
+        except Exception as error:  # the boundary of an episode: one task must not end the others
+            return failed(lease, f"{type(error).__name__}: {error}")
+
+    def failed(lease: Attempt, reason: str) -> AttemptResult:
+        context.events.write("fault", ids={"attempt": lease.id, "task": lease.task_id}, note=reason)
+        return AttemptResult(
+            attempt_id=lease.id,
+            lease_id=lease.lease_id,
+            episode=None,
+            outcome="env_fault",
+            reward=0.0,
+            oldest_version=-1,
+            newest_version=-1,
+            sampled_tokens=0,
+            total_tokens=0,
+            reason=reason,
+        )
 
     try:
         await work(
