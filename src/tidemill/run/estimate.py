@@ -9,7 +9,7 @@ from tidemill.run.services.context import model_config
 
 TOKENS_PER_EPISODE = 600
 """Typical of the mending tasks, observations included."""
-SANDBOX_CPU_S = 0.35
+SANDBOX_CPU_S = 0.46
 """Per episode, measured by benchmarks/episode_cost.py."""
 MEBI = 1 << 20
 
