@@ -14,6 +14,7 @@ from tidemill.core.errors import StoreError
 from tidemill.core.records import Array, Attempt, AttemptResult, Batch, Segment, Snapshot, digest
 from tidemill.core.records import encode as encode_record
 from tidemill.core.seams import Blobs
+from tidemill.episodes.results import fault_result
 
 
 class ManifestStore:
@@ -129,18 +130,7 @@ class World:
         return made_up_result(self.blobs, attempt, reward=reward, version=version, newest=newest)
 
     def fault(self, attempt: Attempt, reason: str = "the disk is full") -> AttemptResult:
-        return AttemptResult(
-            attempt_id=attempt.id,
-            lease_id=attempt.lease_id,
-            episode=None,
-            outcome="env_fault",
-            reward=0.0,
-            oldest_version=-1,
-            newest_version=-1,
-            sampled_tokens=0,
-            total_tokens=0,
-            reason=reason,
-        )
+        return fault_result(attempt, reason)
 
 
 def made_up_result(

@@ -5,14 +5,13 @@ here; the journal's rows hold their hashes.
 """
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 from typing import TypeVar, final
 
 import zstandard
 
 from tidemill.core.errors import BlobError
+from tidemill.core.files import write_whole
 from tidemill.core.records import Record, decode, encode
 from tidemill.core.seams import Blobs
 
@@ -85,16 +84,7 @@ class FolderBlobs:
         if path.exists():
             return name
         path.parent.mkdir(exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".put-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, data)
         return name
 
     def get(self, name: str) -> bytes:

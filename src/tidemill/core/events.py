@@ -3,7 +3,6 @@
 Each service appends to a file of its own, `events/<who>.jsonl`: no service waits for another to tell what it did.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import final
 
 import msgspec
 
+from tidemill.core.files import drop_cut_off_line
 from tidemill.core.records import Record
 
 
@@ -84,12 +84,6 @@ class EventLog:
 
     def close(self) -> None:
         self._file.close()
-
-
-def drop_cut_off_line(path: Path) -> None:
-    """A service killed inside a write leaves half a line; the next one to hold the file takes it away."""
-    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def read_events(folder: Path) -> list[Event]:

@@ -1,13 +1,13 @@
 """`metrics.jsonl`: a line per update of the learner. What a run claims about its training is read from here."""
 
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
 import msgspec
+
+from tidemill.core.files import drop_cut_off_line, write_whole
 
 Row = dict[str, float | int | str]
 """One update: `step` counts the learner's steps over all stages, from 1; the rest is named figures."""
@@ -26,7 +26,7 @@ class MetricsLog:
         self.path = path
         rows = read_metrics(path)
         self._last_step = int(rows[-1]["step"]) if rows else 0
-        _drop_cut_off_line(path)
+        drop_cut_off_line(path)
         self._file = path.open("ab", buffering=0)
 
     def write(self, row: Mapping[str, float | int | str]) -> None:
@@ -46,7 +46,7 @@ class MetricsLog:
         kept = [line for line in lines if msgspec.json.decode(line)["step"] <= step]
         if len(kept) < len(lines):
             self._file.close()
-            _replace(self.path, b"".join(kept))
+            write_whole(self.path, b"".join(kept))
             self._file = self.path.open("ab", buffering=0)
         self._last_step = int(msgspec.json.decode(kept[-1])["step"]) if kept else 0
         return len(lines) - len(kept)
@@ -70,22 +70,3 @@ def read_metrics(path: Path) -> list[Row]:
             raise ValueError(f"{path}, line {number}: no step")
         rows.append(row)
     return rows
-
-
-def _drop_cut_off_line(path: Path) -> None:
-    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file anew: either the old one or the new one stands, whenever this is killed."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".metrics-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -22,3 +22,19 @@ def attempt_result(episode: Episode, blob: str, attempt: Attempt) -> AttemptResu
         total_tokens=len(versions) + prompts + closing,
         reason=faults[-1] if faults and episode.outcome == "env_fault" else "",
     )
+
+
+def fault_result(attempt: Attempt, reason: str) -> AttemptResult:
+    """What a worker returns where not even an episode came about."""
+    return AttemptResult(
+        attempt_id=attempt.id,
+        lease_id=attempt.lease_id,
+        episode=None,
+        outcome="env_fault",
+        reward=0.0,
+        oldest_version=-1,
+        newest_version=-1,
+        sampled_tokens=0,
+        total_tokens=0,
+        reason=reason,
+    )

@@ -1,13 +1,12 @@
 """One page about a run: self-contained HTML, no script and no request; what the policy wrote is escaped, always."""
 
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from tidemill.core.errors import RunFolderError
+from tidemill.core.files import write_whole
 from tidemill.core.records import Episode
 from tidemill.reports import page_episodes, page_sections
 from tidemill.reports.audit import AuditReport, NoRun, audit
@@ -31,15 +30,8 @@ def write_report(
     except NoRun as error:
         raise RunFolderError(str(error)) from error
     out.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=".report-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(html.encode("utf-8", "replace"))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, out)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(out, html.encode("utf-8", "replace"))
+    out.chmod(0o644)
     return out
 
 

@@ -10,7 +10,6 @@ import hashlib
 import os
 import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import final
 import msgspec
 
 from tidemill.core.errors import RunFolderError
+from tidemill.core.files import write_whole
 from tidemill.core.records import Record
 
 FIRST_PORT = 20_000
@@ -149,8 +149,8 @@ class RunFolder:
         for folder in (self.blobs, self.store, self.events, self.logs, self.services, self.checkpoints):
             folder.mkdir(exist_ok=True)
         if not self.token_file.exists():
-            _write(self.token_file, secrets.token_urlsafe(32).encode())
-        _write(self.run_file, msgspec.json.format(msgspec.json.encode(info)))  # last: with it, the folder is whole
+            write_whole(self.token_file, secrets.token_urlsafe(32).encode())
+        write_whole(self.run_file, msgspec.json.format(msgspec.json.encode(info)))  # last: with it, the folder is whole
         return info
 
     def info(self) -> RunInfo:
@@ -210,7 +210,7 @@ class RunFolder:
     def write_halt(self, cause: str) -> None:
         """A service says why the run must stop, before it exits with the code of a halt. The first cause stands."""
         if not self.halted_file.exists():
-            _write(self.halted_file, cause.encode())
+            write_whole(self.halted_file, cause.encode())
 
     def halt_cause(self) -> str:
         """Empty where nothing halted the run."""
@@ -225,7 +225,7 @@ class RunFolder:
         return self.logs / f"{who}.log"
 
     def announce(self, info: ServiceInfo) -> None:
-        _write(self.services / f"{info.who}.json", msgspec.json.encode(info))
+        write_whole(self.services / f"{info.who}.json", msgspec.json.encode(info))
 
     def forget(self, who: str) -> None:
         (self.services / f"{who}.json").unlink(missing_ok=True)
@@ -278,13 +278,3 @@ def is_free(port: int) -> bool:
                 raise
             return False
     return True
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, readable by the owner alone."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

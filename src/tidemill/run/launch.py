@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import os
 import shutil
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from tidemill.batches.disk import refuse_network_disk
 from tidemill.core.errors import UsageError
+from tidemill.core.files import write_whole
 from tidemill.run.config import Recipe, load_recipe, recipe_digest, resolved
 from tidemill.run.estimate import estimate_lines
 from tidemill.run.folder import RunFolder
@@ -51,9 +51,7 @@ def train(folder: RunFolder, recipe: Recipe, path: Path, overrides: list[str]) -
     info = folder.prepare(recipe=recipe_digest(recipe), recipe_name=recipe.name)
     if not overrides_file(folder).exists():
         shutil.copyfile(path, recipe_file(folder))
-        part = overrides_file(folder).with_suffix(".part")
-        part.write_text(json.dumps(overrides))
-        os.replace(part, overrides_file(folder))
+        write_whole(overrides_file(folder), json.dumps(overrides).encode())
     say = Progress(folder, recipe, started_s)
     say(f"run {info.run_id} in {folder.path}")
     asyncio.run(_prepare(folder, recipe, source, say, f"{info.run_id}-prepare"))

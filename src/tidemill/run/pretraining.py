@@ -4,13 +4,13 @@ A document looks like the opening of an episode and its first turns, so that not
 the statement, the window on a faulty function, the edit that mends it, the test that then passes, the submission.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import zstandard
 
+from tidemill.core.files import write_whole
 from tidemill.core.records import Observation, ToolCall
 from tidemill.core.seams import Renderer
 from tidemill.episodes.mend import PASSED, TOOLS
@@ -37,9 +37,7 @@ def read_machine(config: PretrainingConfig, *, held_out: Sequence[str], seed: in
 
 def save_corpus(corpus: Sequence[CodeFunction], path: Path) -> None:
     """Kept with the run: the machine's own files may change before it is resumed."""
-    part = path.with_suffix(".part")
-    part.write_bytes(zstandard.compress(msgspec.msgpack.encode(list(corpus))))
-    os.replace(part, path)
+    write_whole(path, zstandard.compress(msgspec.msgpack.encode(list(corpus))))
 
 
 def load_corpus(path: Path) -> list[CodeFunction]:

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 
 from tidemill.core.errors import SandboxFault
-from tidemill.core.events import drop_cut_off_line
+from tidemill.core.files import drop_cut_off_line
 from tidemill.core.records import Attempt
 from tidemill.engines.embedded import EmbeddedEngine
 from tidemill.reports.evaluation import EvalRow, read_rows

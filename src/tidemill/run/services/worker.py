@@ -7,6 +7,7 @@ from contextlib import suppress
 from tidemill.core.errors import EngineError, EngineUnavailable
 from tidemill.core.records import Attempt, AttemptResult
 from tidemill.engines.client import Fleet, HttpEngine
+from tidemill.episodes.results import fault_result
 from tidemill.run.loops import POLL_S, work
 from tidemill.run.services.context import Context
 from tidemill.run.services.rollouts import open_rollouts
@@ -36,22 +37,9 @@ async def serve(context: Context) -> None:
         except (EngineError, OSError):  # a broken contract, a full disk: the process's own affair
             raise
         except Exception as error:  # the boundary of an episode: one task must not end the others
-            return failed(lease, f"{type(error).__name__}: {error}")
-
-    def failed(lease: Attempt, reason: str) -> AttemptResult:
-        context.events.write("fault", ids={"attempt": lease.id, "task": lease.task_id}, note=reason)
-        return AttemptResult(
-            attempt_id=lease.id,
-            lease_id=lease.lease_id,
-            episode=None,
-            outcome="env_fault",
-            reward=0.0,
-            oldest_version=-1,
-            newest_version=-1,
-            sampled_tokens=0,
-            total_tokens=0,
-            reason=reason,
-        )
+            reason = f"{type(error).__name__}: {error}"
+            context.events.write("fault", ids={"attempt": lease.id, "task": lease.task_id}, note=reason)
+            return fault_result(lease, reason)
 
     try:
         await work(
