@@ -1,4 +1,4 @@
-"""The demo: a policy of 2 million parameters is trained on mending real functions, on two cores, in a quarter of an hour.
+"""The demo: a policy of 2 million parameters is trained to mend real functions, on two cores, in a quarter hour.
 
 What the Composer 2 report does not publish (learning rates, group size, batch, the weights of rewards) is ours.
 """
