@@ -9,7 +9,7 @@ import msgspec
 from tidemill.core.blobs import get_record, put_record
 from tidemill.core.errors import SandboxUnavailable, UsageError
 from tidemill.core.records import Attempt, AttemptResult, Episode, Task, Tree
-from tidemill.core.seams import Engine, Environment, SandboxTier
+from tidemill.core.seams import Engine, Environment, Renderer, SandboxTier
 from tidemill.episodes.demonstrations import Demonstrator
 from tidemill.episodes.generation import Sampling
 from tidemill.episodes.grading import Grader
@@ -23,6 +23,8 @@ from tidemill.sandboxes.namespaces import NamespacesTier
 from tidemill.sandboxes.selftest import run as selftest
 from tidemill.tasks.folder import TaskSet, load
 from tidemill.tasks.vault import FolderVault
+from tidemill.text.compact import CompactRenderer
+from tidemill.text.tokenizer import Tokenizer
 
 
 @final
@@ -35,6 +37,8 @@ class Rollouts:
     vault: FolderVault
     tier: SandboxTier
     engine: Engine
+    tokenizer: Tokenizer
+    renderer: Renderer
     environments: Mapping[str, Callable[[], Environment]]
 
     async def play(self, attempt: Attempt) -> tuple[Episode, AttemptResult]:
@@ -45,14 +49,13 @@ class Rollouts:
         task = msgspec.structs.replace(task, limits=msgspec.structs.replace(task.limits, max_context_tokens=longest))
         if task.environment not in self.environments:
             raise UsageError(f"task {task.id} wants environment {task.environment!r}: name it in the recipe")
-        renderer = context.renderer()
         demonstrated = attempt.stage == "sft"
         with context.events.span("episode", ids=_ids(attempt)) as numbers:
             episode = await run_episode(
                 task,
                 attempt=attempt,
                 environment=self.environments[task.environment](),
-                renderer=renderer,
+                renderer=self.renderer,
                 engine=self._demonstrator(task, attempt) if demonstrated else self.engine,
                 sampling=Sampling(temperature=recipe.rl.temperature, top_p=1.0, top_k=0),
                 engine_name="demonstrator" if demonstrated else "fleet",
@@ -74,7 +77,7 @@ class Rollouts:
             gold_probability=self.context.recipe.demonstrations.gold_probability,
             seed=attempt.seed,
         )
-        return ScriptedEngine(spoken(policy, self.context.renderer(), self.context.tokenizer().decode))
+        return ScriptedEngine(spoken(policy, self.renderer, self.tokenizer.decode))
 
 
 async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
@@ -91,6 +94,7 @@ async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
                 f"the sandbox does not hold: {failed[0].name}: {failed[0].detail} (tidemill doctor --sandbox)"
             )
     vault = FolderVault(context.tasks / "vault")
+    tokenizer = context.tokenizer()
     # Nothing is kept from one attempt to the next: each is played in a sandbox of its own and graded in a fresh one.
     grader = Grader(tier, vault, tasks.blobs, tasks.layers, num_kept=0)
 
@@ -103,6 +107,8 @@ async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
         vault=vault,
         tier=tier,
         engine=engine,
+        tokenizer=tokenizer,
+        renderer=CompactRenderer(tokenizer),
         environments={"mend": mend, **context.recipe.environments},
     )
 
