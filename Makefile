@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test check test-slow clean
+.PHONY: help setup demo test check test-slow fuzz
 
 help:
 	@echo "make demo    train a small policy on real functions, here, now (about 15 minutes; writes runs/demo)"
 	@echo "make test    the tests (about 10 minutes at most)"
+	@echo "make fuzz    the property tests on new, many and random examples"
 	@echo "make check   format, lint, types, import rules"
 
 setup: $(VENV)/.ready
@@ -29,6 +30,9 @@ test: setup
 
 test-slow: setup
 	$(BIN)/pytest -m slow
+
+fuzz: setup
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest tests/law tests/unit
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tidemill.reports.charts import (
@@ -23,15 +23,18 @@ finite = st.floats(-1e6, 1e6, allow_nan=False)
 
 
 @given(finite, finite)
+@example(0.0, 5e-324)
+@example(0.0, 1e-13)
+@example(1e6, 1e6 + 1e-7)
 def test_ticks_cover_the_range_in_even_steps(a: float, b: float) -> None:
     low, high = min(a, b), max(a, b)
     found = ticks(low, high)
     step = found[1] - found[0]
-    slack = 1e-6 * max(1.0, abs(low), abs(high))
+    slack = 1e-6 * max(abs(low), abs(high))
     assert found[0] <= low + slack
     assert found[-1] >= high - slack
     assert 2 <= len(found) <= 8
-    assert all(found[i + 1] - found[i] == pytest.approx(step, rel=1e-3, abs=1e-9) for i in range(len(found) - 1))
+    assert all(found[i + 1] - found[i] == pytest.approx(step, rel=1e-2) for i in range(len(found) - 1))
 
 
 @given(st.lists(st.tuples(finite, finite), min_size=1, max_size=40))

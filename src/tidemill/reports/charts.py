@@ -30,14 +30,15 @@ class Series:
 
 def ticks(low: float, high: float, num: int = 4) -> list[float]:
     """Round values that cover [low, high]: steps of 1, 2, 2.5 or 5 times a power of ten."""
-    if high <= low:
-        pad = abs(low) * 0.5 or 0.5
+    scale = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * scale, 1e-300):  # too narrow to tell values apart on an axis
+        pad = scale * 0.5 if scale > 1e-300 else 0.5
         low, high = low - pad, high + pad
     rough = (high - low) / num
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def number(value: float) -> str:
