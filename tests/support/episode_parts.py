@@ -10,8 +10,9 @@ from typing import Any
 
 from tidemill.core.records import Attempt, Episode, Limits, Outcome, Task, ToolCall
 from tidemill.core.seams import Engine, Environment, Feedback, Score, ToolSpec
+from tidemill.episodes.conduct import HarnessConfig
 from tidemill.episodes.generation import Sampling
-from tidemill.episodes.harness import HarnessConfig, run_episode
+from tidemill.episodes.harness import run_episode
 from tidemill.text.compact import CompactRenderer
 from tidemill.text.tokenizer import Tokenizer
 

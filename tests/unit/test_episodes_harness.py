@@ -10,8 +10,9 @@ from support.episode_parts import ATTEMPT, Echo, echo_task, play, renderer, say,
 from tidemill.core.errors import EngineError, EngineUnavailable, RequestRefused, SandboxFault
 from tidemill.core.records import Episode, Outcome
 from tidemill.core.seams import Chunk, EngineStatus, GenerationRequest, Score, ToolSpec
+from tidemill.episodes.conduct import HarnessConfig, harness_hash
 from tidemill.episodes.generation import Sampling
-from tidemill.episodes.harness import HarnessConfig, harness_hash, run_episode
+from tidemill.episodes.harness import run_episode
 from tidemill.episodes.results import attempt_result
 from tidemill.episodes.scripted import ScriptedEngine, script_of
 from tidemill.text.tokenizer import END

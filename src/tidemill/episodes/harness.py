@@ -18,75 +18,18 @@
 An engine that breaks its contract (a missing logprob, …) is none of these: `EngineError` leaves the episode.
 """
 
-import asyncio
 import hashlib
-import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar, final
-
-import msgspec
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import final
 
 from tidemill.core.errors import EngineUnavailable, RequestRefused
-from tidemill.core.records import (
-    Array,
-    Attempt,
-    Episode,
-    EpisodeEvent,
-    Generation,
-    Observation,
-    Outcome,
-    Segment,
-    Step,
-    StopReason,
-    Task,
-    ToolCall,
-)
-from tidemill.core.seams import Chunk, Engine, Environment, Feedback, GenerationRequest, Renderer, Score, ToolSpec, Turn
+from tidemill.core.records import Attempt, Episode, Generation, Outcome, Step, StopReason, Task
+from tidemill.core.seams import Chunk, Engine, Environment, GenerationRequest, Renderer
+from tidemill.episodes.conduct import Conduct, Fault, HarnessConfig, WallLimit
 from tidemill.episodes.generation import GenerationBuilder, Sampling
-from tidemill.episodes.habits import Habits
-from tidemill.episodes.outages import EngineGone, Outages
+from tidemill.episodes.outages import EngineGone
 from tidemill.text.ledger import Ledger
-
-HARNESS_VERSION = "1"
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HarnessConfig:
-    """When an episode is given up, beside the task's own limits."""
-
-    max_repeats: int = 4
-    """Turns in a row with the same calls and the same results."""
-    max_format_errors: int = 3
-    """Turns in a row without a valid call."""
-    engine_patience_s: float = 120.0
-    """How long an engine may be away, at a stretch."""
-    environment_s: float = 180.0
-    """How long the environment may take to open, and to score."""
-
-    def __post_init__(self) -> None:
-        if self.max_repeats < 2 or self.max_format_errors < 1:
-            raise ValueError(f"max_repeats {self.max_repeats} must be >= 2, max_format_errors >= 1")
-        if not (self.engine_patience_s >= 0 and self.environment_s > 0):
-            raise ValueError(f"engine_patience_s {self.engine_patience_s} and environment_s must be positive")
-
-
-class _Fault(Exception):
-    """The machine failed, not the agent."""
-
-
-class _WallLimit(Exception):
-    pass
-
-
-def harness_hash(tools: Sequence[ToolSpec], renderer: str) -> str:
-    """Of the tool schemas, the renderer and the harness's version: equal in training, evaluation and service."""
-    parts = [HARNESS_VERSION, renderer, [[tool, list(tool.parameters)] for tool in tools]]
-    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()
 
 
 async def run_episode(
@@ -114,68 +57,46 @@ async def run_episode(
         engine=engine,
         sampling=sampling,
         engine_name=engine_name,
-        config=config or HarnessConfig(),
+        config=config,
         clock=clock,
     )
-    try:
-        outcome, score = await run.play_and_score()
-    finally:
-        await run.close()
-    return run.episode(outcome, score, sandbox_tier)
+    return await run.whole(renderer=renderer.name, sandbox_tier=sandbox_tier)
 
 
 @final
-@dataclass(kw_only=True)
-class _Run:
-    """State of one episode."""
+class _Run(Conduct):
+    """Turns in token ids."""
 
-    task: Task
-    attempt: Attempt
-    environment: Environment
-    renderer: Renderer
-    engine: Engine
-    sampling: Sampling
-    engine_name: str
-    config: HarnessConfig
-    clock: Callable[[], float]
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        task: Task,
+        attempt: Attempt,
+        environment: Environment,
+        renderer: Renderer,
+        engine: Engine,
+        sampling: Sampling,
+        engine_name: str,
+        config: HarnessConfig | None,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(task=task, attempt=attempt, environment=environment, config=config, clock=clock)
+        self.renderer = renderer
+        self.engine = engine
+        self.sampling = sampling
+        self.engine_name = engine_name
         self.ledger = Ledger()
         self.pending_ids: list[int] = []
-        self.steps: list[Step] = []
-        self.events: list[EpisodeEvent] = []
-        self.timings_s: dict[str, float] = {}
-        self.harness_cpu_s = 0.0
-        self.num_sampled = self.num_malformed = 0
-        self.outages = Outages(self.config.engine_patience_s, self.clock)
-        self.begun_s = self.opened_s = self.clock()
+        self.num_sampled = 0
 
-    # --- the loop --------------------------------------------------------------------------------------------
-
-    async def play_and_score(self) -> tuple[Outcome, Score]:
-        try:
-            outcome = await self.play()
-            self.note("ended", outcome)
-            score = await self.environment_does("grade", self.environment.score(outcome))
-            bad = {name: value for name, value in score.rewards.items() if not math.isfinite(value)}
-            if bad:
-                raise _Fault(f"rewards that are no numbers: {bad}")
-            return outcome, score
-        except _Fault as fault:
-            self.note("fault", str(fault))
-            return "env_fault", Score(rewards={})
-
-    async def play(self) -> Outcome:
-        text = await self.environment_does("sandbox_open", self.environment.open(self.task))
-        self.opened_s = self.clock()  # opening is not the agent's time
-        self.note("opened", "")
+    async def play(self, text: str) -> Outcome:
         self.append(self.renderer.open(self.environment.tools, text))
         if self.num_left() <= 0:
-            raise _Fault(
+            raise Fault(
                 f"the task opens with {len(self.ledger)} tokens of {self.task.limits.max_context_tokens}: "
                 "raise max_context_tokens, or shorten it"
             )
-        habits = Habits(max_repeats=self.config.max_repeats, max_format_errors=self.config.max_format_errors)
+        habits = self.config.habits()
         try:
             for turn_index in range(self.task.limits.max_steps):
                 generation = await self.generate(self.num_left())
@@ -195,29 +116,8 @@ class _Run:
                         return "token_limit"
                     self.append(ids)
             return "step_limit"
-        except _WallLimit:
+        except WallLimit:
             return "wall_limit"
-
-    async def act(self, generation: Generation, turn: Turn) -> tuple[list[Observation], Outcome | None]:
-        """Run the calls of a turn, record the step; returns what they brought, and how the episode ends, if it does."""
-        observations: list[Observation] = []
-        ends: Outcome | None = None
-        try:
-            for call in turn.calls:
-                feedback = await self.call(call)
-                observations.append(Observation(call_id=call.id, text=feedback.text, error=feedback.error))
-                ends = feedback.ends
-                if ends is not None:
-                    break
-            for error in turn.errors:
-                self.num_malformed += 1
-                self.note("malformed", f"{error.call_id}: {error.error}")
-                observations.append(error)
-        finally:
-            self.steps.append(
-                Step(generation=generation, text=turn.text, calls=turn.calls, observations=tuple(observations))
-            )
-        return observations, ends
 
     def num_left(self) -> int:
         """Tokens that may still be sampled."""
@@ -248,8 +148,8 @@ class _Run:
             except EngineUnavailable as error:
                 cause = str(error)
             except RequestRefused as error:
-                raise _Fault(f"the engine refused the request: {error}") from error
-            except _WallLimit:
+                raise Fault(f"the engine refused the request: {error}") from error
+            except WallLimit:
                 self.finish(builder, "abort")  # what was sampled is kept, and scored
                 raise
             if builder.stop_reason in ("stop", "length"):
@@ -266,7 +166,7 @@ class _Run:
             try:
                 await self.outages.wait(asked_s, cause)
             except EngineGone as error:
-                raise _Fault(str(error)) from error
+                raise Fault(str(error)) from error
 
     async def stream(self, builder: GenerationBuilder) -> None:
         prompt_ids = self.ledger.request(builder.token_ids)
@@ -306,93 +206,6 @@ class _Run:
             text = self.renderer.parse(builder.token_ids, self.environment.tools, len(self.steps)).text
             self.steps.append(Step(generation=generation, text=text, calls=(), observations=()))
         return generation
-
-    # --- boundaries ------------------------------------------------------------------------------------------
-
-    async def limited(self, stage: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Raises `_WallLimit` once the agent's time is up."""
-        left_s = self.task.limits.wall_s - (self.clock() - self.opened_s - self.outages.away_s)
-        if left_s <= 0:
-            raise _WallLimit
-        with self.timed(stage):
-            try:
-                async with asyncio.timeout(left_s) as limit:
-                    return await work()
-            except TimeoutError:
-                if limit.expired():
-                    raise _WallLimit from None
-                raise
-
-    async def call(self, call: ToolCall) -> Feedback:
-        """Whatever the environment's own code raises is the machine's fault."""
-        try:
-            return await self.limited("tools", lambda: self.environment.call(call))
-        except _WallLimit:
-            raise
-        except Exception as error:
-            raise _Fault(f"{call.name}: {type(error).__name__}: {error}") from error
-
-    async def environment_does(self, stage: str, work: Awaitable[T]) -> T:
-        """Opening and scoring: not the agent's time, and whatever fails is the machine's fault."""
-        with self.timed(stage):
-            try:
-                async with asyncio.timeout(self.config.environment_s):
-                    return await work
-            except Exception as error:
-                raise _Fault(f"{stage}: {type(error).__name__}: {error}") from error
-
-    async def close(self) -> None:
-        with self.timed("close"):
-            try:
-                await self.environment.close()
-            except Exception as error:
-                self.note("close_failed", f"{type(error).__name__}: {error}")
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        start_s = self.clock()
-        try:
-            yield
-        finally:
-            self.timings_s[stage] = self.timings_s.get(stage, 0.0) + self.clock() - start_s
-
-    @contextmanager
-    def own_cpu(self) -> Iterator[None]:
-        """Around code that does not wait, so that the thread's CPU time is this episode's."""
-        start_s = time.thread_time()
-        try:
-            yield
-        finally:
-            self.harness_cpu_s += time.thread_time() - start_s
-
-    def note(self, what: str, detail: str) -> None:
-        self.events.append(EpisodeEvent(at_s=self.clock() - self.begun_s, what=what, detail=detail[:1000]))
-
-    # --- the record ------------------------------------------------------------------------------------------
-
-    def episode(self, outcome: Outcome, score: Score, sandbox_tier: str) -> Episode:
-        segment = Segment(steps=tuple(self.steps), opened_by="start", closing_ids=Array.of([], "int32"))
-        own_measures = {"steps": float(len(self.steps)), "malformed_calls": float(self.num_malformed)}
-        return Episode(
-            attempt_id=self.attempt.id,
-            group_id=self.attempt.group_id,
-            task_id=self.task.id,
-            stage=self.attempt.stage,
-            seed=self.attempt.seed,
-            segments=(segment,) if self.steps else (),
-            outcome=outcome,
-            reward=float(sum(score.rewards.values())),
-            rewards=dict(score.rewards),
-            measures={**score.measures, **own_measures},
-            verdict=dict(score.verdict),
-            patch=dict(score.patch),
-            events=tuple(self.events),
-            timings_s={**self.timings_s, "engine_away": self.outages.away_s},
-            cpu_s={**score.cpu_s, "harness": self.harness_cpu_s},
-            harness_hash=harness_hash(self.environment.tools, self.renderer.name),
-            reward_version=self.environment.reward_version,
-            sandbox_tier=sandbox_tier,
-        )
 
 
 def _seed(seed: int, position: int) -> int:
