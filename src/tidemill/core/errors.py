@@ -6,6 +6,7 @@ TidemillError
 ├── BlobError             content-addressed storage: missing or damaged
 ├── StoreError            the weight store
 │   └── VersionTaken      another writer created this version first
+├── DeltaError            a weight delta that is damaged, cut off, or of another base
 ├── ModelError            a checkpoint or a model configuration that cannot be used
 ├── TaskError             a task or a repository that cannot be used
 ├── SandboxError          the sandbox
@@ -43,6 +44,10 @@ class StoreError(TidemillError):
 
 
 class VersionTaken(StoreError):
+    pass
+
+
+class DeltaError(TidemillError):
     pass
 
 
