@@ -135,6 +135,61 @@ def read_journal(path: Path) -> JournalRows:
         )
 
 
+class JournalCounts(Record, frozen=True):
+    """How a run stands, counted by the database: what can be asked every second of a journal of any length."""
+
+    run_id: str
+    config: dict[str, Any]
+    halted: str
+    demonstrations: tuple[int, int]
+    """Done, of how many."""
+    accepted: int
+    """Finished attempts of the RL stage: trained + queued + rejected."""
+    trained: int
+    queued: int
+    rejected: int
+    leased: int
+    recent_tokens: int
+    """Sampled by attempts that ended at `since_s` or later."""
+
+
+def read_counts(path: Path, *, head: int, since_s: float) -> JournalCounts:
+    """Count a journal that may be in use. `head`: the newest published version; −1: none. Raises as `read_journal`."""
+    query = """
+        SELECT g.stage, a.state = 'leased', a.outcome IS NOT NULL, g.state = 'rejected',
+               coalesce(g.batch < ?, FALSE), count(*),
+               coalesce(sum(CASE WHEN a.done_at_s >= ? THEN a.sampled_tokens END), 0)
+        FROM attempts a JOIN groups g ON g.id = a.group_id GROUP BY 1, 2, 3, 4, 5
+    """
+    counted = dict.fromkeys(("sft", "shown", "accepted", "trained", "queued", "rejected", "leased", "tokens"), 0)
+    with _connect(path) as connection:
+        check_schema(connection, path)
+        meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+        rows = connection.execute(query, (head, since_s)).fetchall()
+    for stage, is_leased, is_done, is_rejected, is_trained, num, num_tokens in rows:
+        counted["tokens"] += num_tokens
+        if stage == "sft":
+            counted["sft"] += num
+            counted["shown"] += num * is_done
+            continue
+        counted["leased"] += num * is_leased
+        if is_done:
+            counted["accepted"] += num
+            counted["trained" if is_trained else "rejected" if is_rejected else "queued"] += num
+    return JournalCounts(
+        run_id=meta["run_id"],
+        config=msgspec.json.decode(meta["config"]),
+        halted=meta.get("halted", ""),
+        demonstrations=(counted["shown"], counted["sft"]),
+        accepted=counted["accepted"],
+        trained=counted["trained"],
+        queued=counted["queued"],
+        rejected=counted["rejected"],
+        leased=counted["leased"],
+        recent_tokens=counted["tokens"],
+    )
+
+
 def check_schema(connection: sqlite3.Connection, path: Path) -> None:
     """Raises `RunFolderError` where the file is no journal of this version."""
     try:

@@ -31,6 +31,7 @@ def _argument(*names: str, **options: object) -> tuple[tuple[str, ...], dict[str
 
 RUN = _argument("run", metavar="DIR", help="a run folder, such as runs/demo")
 JSON = _argument("--json", action="store_true", help="print JSON for scripts")
+PLAIN = _argument("--plain", action="store_true", help="plain lines, also on a terminal")
 TIER = _argument("--tier", default="namespaces", choices=("namespaces", "local"), help="the sandbox tier")
 
 COMMANDS = (
@@ -49,10 +50,17 @@ COMMANDS = (
             _argument("recipe", metavar="RECIPE", help="a Python file that defines `recipe`"),
             _argument("--out", metavar="DIR", help="the run folder (default: runs/ and the recipe's name)"),
             _argument("--dry-run", action="store_true", help="print the resolved recipe, memory and time, and stop"),
+            PLAIN,
         ),
         "tidemill run recipes/quickstart.py --out runs/demo --rl.num-updates 30",
     ),
-    Command("status", "inspect:status_command", "how a run stands", (RUN, JSON), "tidemill status runs/demo"),
+    Command(
+        "status",
+        "inspect:status_command",
+        "how a run stands",
+        (RUN, JSON, _argument("--watch", action="store_true", help="go on looking, until it is over or Ctrl-C"), PLAIN),
+        "tidemill status runs/demo --watch",
+    ),
     Command("stop", "inspect:stop_command", "end a run; `run` resumes it", (RUN,), "tidemill stop runs/demo"),
     Command(
         "audit",

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tidemill.core.errors import RunFolderError
@@ -14,8 +15,10 @@ from tidemill.reports.audit import audit
 from tidemill.reports.audit.readers import NoRun
 from tidemill.reports.page import Originals, write_report
 from tidemill.reports.status import status, status_lines
+from tidemill.run.display import LOOK_EVERY_S, display
 from tidemill.run.folder import RunFolder
-from tidemill.run.services.context import tasks_folder
+from tidemill.run.progress import Progress
+from tidemill.run.services.context import saved_recipe, tasks_folder
 from tidemill.tasks.folder import load
 
 STOP_S = 60.0
@@ -29,6 +32,8 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
 
 def status_command(arguments: argparse.Namespace) -> int:
     folder = _folder(arguments)
+    if arguments.watch:
+        _watch(folder, plain=arguments.plain)
     if not folder.journal.exists():
         stage = "preparing" if folder.owner() is not None else "not started"
         run_id = folder.info().run_id
@@ -38,6 +43,18 @@ def status_command(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(status_lines(folder.path)))
     return 0
+
+
+def _watch(folder: RunFolder, *, plain: bool) -> None:
+    """Until the run is over or Ctrl-C: what `tidemill run` shows, of a run that another process is running."""
+    if folder.owner() is None:
+        return
+    recipe = saved_recipe(folder)
+    say = Progress(folder, recipe, folder.info().created_s)
+    with suppress(KeyboardInterrupt), display(folder, recipe, say, plain=plain) as tick:
+        while folder.owner() is not None:
+            tick()
+            time.sleep(LOOK_EVERY_S)
 
 
 def stop_command(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from tidemill.batches.disk import refuse_network_disk
 from tidemill.core.errors import UsageError
 from tidemill.core.files import write_whole
 from tidemill.run.config import Recipe, load_recipe, recipe_digest, resolved
+from tidemill.run.display import display
 from tidemill.run.estimate import estimate_lines
 from tidemill.run.folder import RunFolder
 from tidemill.run.prepare import prepare
@@ -39,10 +40,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         recipe = load_recipe(path, arguments.overrides)
     refuse_network_disk(folder.journal)
     with folder.lock():
-        return train(folder, recipe, path, arguments.overrides)
+        return train(folder, recipe, path, arguments.overrides, plain=arguments.plain)
 
 
-def train(folder: RunFolder, recipe: Recipe, path: Path, overrides: list[str]) -> int:
+def train(folder: RunFolder, recipe: Recipe, path: Path, overrides: list[str], *, plain: bool = True) -> int:
     """From a locked folder to the run's end. Returns the exit code."""
     started_s = time.time()
     source = path.resolve().parent / recipe.tasks
@@ -58,9 +59,8 @@ def train(folder: RunFolder, recipe: Recipe, path: Path, overrides: list[str]) -
     tasks = load(tasks_folder(folder)).tasks
     if not rl_tasks(tasks, recipe):
         raise UsageError(f"no training task has at most max_window_lines {recipe.max_window_lines} lines: raise it")
-    supervisor = Supervisor(folder, services(folder, recipe), on_tick=say.tick)
-    end = supervisor.run()
-    say.tick()
+    with display(folder, recipe, say, plain=plain) as tick:
+        end = Supervisor(folder, services(folder, recipe), on_tick=tick).run()
     minutes = (time.time() - started_s) / 60
     if end == "stopped":
         say(f"stopped after {minutes:.1f} minutes; the same command goes on from here")

@@ -1,8 +1,12 @@
 """Plain progress lines: what changed since the last one."""
 
 import time
+from contextlib import suppress
 
-from tidemill.core.metrics import read_metrics
+import msgspec
+
+from tidemill.core.metrics import Row
+from tidemill.reports.live.tail import Tail
 from tidemill.run.config import Recipe
 from tidemill.run.folder import RunFolder
 
@@ -16,7 +20,8 @@ class Progress:
         self._folder = folder
         self._recipe = recipe
         self._started_s = started_s
-        self._num_seen = len(read_metrics(folder.metrics)) if folder.metrics.exists() else 0
+        self._metrics = Tail(folder.metrics)
+        self._has_read = bool(self._metrics.read()[0])  # what an earlier start has told
         self._last_text_s = 0.0
         self._starts: dict[str, int] = {}
 
@@ -30,16 +35,14 @@ class Progress:
                 if service.starts > 1:
                     self(f"{service.who} was started again ({service.starts - 1}×)")
                 self._starts[service.who] = service.starts
-        try:
-            rows = read_metrics(self._folder.metrics) if self._folder.metrics.exists() else []
-        except ValueError:  # a line that is being written; the next tick sees it whole
-            return
-        self._num_seen = min(self._num_seen, len(rows))  # a resumed learner takes back what it does again
-        for row in rows[self._num_seen :]:
-            self._row(row)
-        self._num_seen = len(rows)
+        lines, begins = self._metrics.read()
+        is_kept = begins and self._has_read  # a resumed learner has taken back what it does again: the rest was told
+        self._has_read = self._has_read or bool(lines)
+        for line in [] if is_kept else lines:
+            with suppress(msgspec.DecodeError):  # the audit tells of it
+                self._row(msgspec.json.decode(line, type=Row))
 
-    def _row(self, row: dict[str, float | int | str]) -> None:
+    def _row(self, row: Row) -> None:
         stage = row["stage"]
         if stage == "rl":
             self(

@@ -161,8 +161,7 @@ class Supervisor:
             if now_s >= next_sample_s:
                 next_sample_s = max(next_sample_s + SAMPLE_EVERY_S, now_s)
                 self._sample()
-                if self._on_tick is not None:
-                    self._on_tick()
+                self._tick()
             due_s = [m.start_at_s for m in self._managed if m.process is None and not m.ended]
             self._sleep(min([next_sample_s, *due_s]) - time.monotonic())
 
@@ -255,6 +254,7 @@ class Supervisor:
     def _stop_all(self) -> None:
         asked_before = self._asked_to_stop
         living = [managed for managed in self._managed if managed.process is not None]
+        self._events.write("stopping", numbers={"services": len(living)})
         for managed in living:
             assert managed.process is not None
             managed.process.terminate()
@@ -272,6 +272,8 @@ class Supervisor:
                     self._events.write("stop", ids={"service": who}, numbers={"exit_code": code}, note=_describe(code))
                     living.remove(managed)
             if living:
+                with suppress(Exception):  # whatever a display does, the services are ended
+                    self._tick()
                 self._sleep(min(0.1, until_s - time.monotonic()))
 
     def _reap_earlier(self) -> None:
@@ -328,6 +330,10 @@ class Supervisor:
             }
             lines.append(msgspec.json.encode(sample) + b"\n")
         self._samples.write(b"".join(lines))
+
+    def _tick(self) -> None:
+        if self._on_tick is not None:
+            self._on_tick()
 
     def _sleep(self, seconds: float) -> None:
         """Until a signal (a child's death is one), `stop`, or the time."""

@@ -269,7 +269,7 @@ def living_services(folder: Path) -> list[tuple[int, str]]:
 def _is_service(arguments: list[str]) -> bool:
     """A part of a run, not a person's editor or a report on it."""
     joined = " ".join(arguments)
-    reading = {"audit", "report", "status", "dash", "stop"}
+    reading = {"audit", "report", "status", "dash", "stop", "agent"}
     return ("tidemill" in joined or "bwrap" in joined) and not reading & set(arguments[:6])
 
 
