@@ -41,7 +41,7 @@ class Grade:
     shown_passed: bool
     """The checks that the agent could run itself; False where the replay shows that the tests were beaten."""
     num_replays_equal: int | None
-    """None where the tests failed, so that nothing was replayed."""
+    """None where nothing was replayed: the tests failed, or there is no call."""
     ast_equal: bool
     statuses: dict[str, str]
     """Test id → status; for people, never shown to the agent."""
@@ -78,9 +78,12 @@ class Grader:
         timeout_s: float = 30.0,
         cpu_limit_s: int = 4,
         num_kept: int = 4096,
+        cross_check: bool = True,
     ) -> None:
         """`layers`: digest → layer. `timeout_s`, `cpu_limit_s`: of all tests, and of all replays; CPU time, so that a
-        busy machine changes no verdict. `num_kept`: verdicts that are kept; 0: none."""
+        busy machine changes no verdict. `num_kept`: verdicts that are kept; 0: none. `cross_check`: a verdict takes
+        replayed calls as well; False in service, where no healthy version is known to record any on, so that the
+        verdict is that of the tests alone and a person reads the diff."""
         self._tier = tier
         self._vault = vault
         self._blobs = blobs
@@ -89,6 +92,7 @@ class Grader:
         self._timeout_s = timeout_s
         self._cpu_limit_s = cpu_limit_s
         self._num_kept = num_kept
+        self._cross_check = cross_check
         self._kept: OrderedDict[str, Grade] = OrderedDict()
         self.turns = Turns()
         """Shared with the environments that this grader serves."""
@@ -137,7 +141,7 @@ class Grader:
         passed = {id_ for id_, report in reports.items() if report.status == "passed"}
         tests_passed = bool(expected) and passed.issuperset(expected)
         num_equal, is_final, cpu_s = None, tests.is_final, {"grade_tests": tests.cpu_s}
-        if tests_passed:
+        if tests_passed and verifier.calls:
             nonce = new_nonce()
             expressions = [call.expression for call in verifier.calls]
             replay = await self._run(
@@ -149,7 +153,7 @@ class Grader:
             results = parse_replay(replay.stdout, nonce, len(verifier.calls))
             num_equal = sum(call.expected == text for call, text in zip(verifier.calls, results, strict=True))
             is_final, cpu_s["grade_replay"] = is_final and replay.is_final, replay.cpu_s
-        solved = tests_passed and num_equal == len(verifier.calls)
+        solved = tests_passed and (num_equal or 0) == len(verifier.calls)
         grade = Grade(
             solved=solved,
             tests_passed=tests_passed,
@@ -172,7 +176,7 @@ class Grader:
         verifier = self._vault.verifier(task.id)
         if verifier.task_id != task.id:
             raise TaskError(f"the vault has the verifier of {verifier.task_id} under {task.id}: build the tasks again")
-        if not verifier.calls or not verifier.module:
+        if self._cross_check and not (verifier.calls and verifier.module):
             raise TaskError(f"task {task.id} has no recorded calls to cross-check its tests with: build it again")
         if task.repository is None or task.layer is None or task.layer not in self._layers:
             raise TaskError(f"task {task.id} names no repository, or a layer that is not here: {task.layer}")
@@ -204,7 +208,8 @@ def _key(task: Task, files: Mapping[str, TreeFile]) -> str:
 
 
 def _ast_equal(verifier: Verifier, pristine: Mapping[str, TreeFile], changed: Mapping[str, TreeFile]) -> bool:
-    return all(
+    """False where no gold version is known."""
+    return bool(verifier.gold.files) and all(
         gold.path in pristine
         and same_syntax(
             changed.get(gold.path, pristine[gold.path]).data.decode("utf-8", "replace"),

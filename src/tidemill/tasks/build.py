@@ -65,24 +65,12 @@ def build(
     module = module_name(function.path)
     mark = hashlib.sha256(f"{row.operator}/{row.start}/{row.old}/{row.new}".encode()).hexdigest()[:6]
     task_id = f"{module}.{function.qualname}-{mark}"
-    task = Task(
-        id=task_id,
-        family="mend",
-        environment="mend",
+    task = mend_task(
+        task_id,
+        function.path,
+        span,
+        shown,
         split=split,
-        statement=_statement(function, shown),
-        repository=None,
-        layer=None,
-        limits=DEFAULT_LIMITS,
-        shown_checks=tuple(shown),
-        data={
-            "path": function.path,
-            "module": module,
-            "function": function.qualname,
-            "first_line": span.start_line,
-            "body_line": span.body_line,
-            "last_line": span.end_line,
-        },
         provenance={
             "package": pin.name,
             "version": pin.version,
@@ -116,8 +104,45 @@ def fingerprint(built: BuiltTask) -> str:
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
-def _statement(function: FunctionEntry, shown: Sequence[str]) -> str:
+def mend_task(
+    task_id: str, path: str, span: FunctionSpan, shown: Sequence[str], *, split: Split, provenance: dict[str, str]
+) -> Task:
+    """What the agent is told of a faulty function, the same in training and in service. Knows no solution.
+
+    Without repository and layer. `span`: of the function as it is in the faulty file. `shown`: by `shown_checks`.
+    """
+    return Task(
+        id=task_id,
+        family="mend",
+        environment="mend",
+        split=split,
+        statement=_statement(span.qualname, path, shown),
+        repository=None,
+        layer=None,
+        limits=DEFAULT_LIMITS,
+        shown_checks=tuple(shown),
+        data={
+            "path": path,
+            "module": module_name(path),
+            "function": span.qualname,
+            "first_line": span.start_line,
+            "body_line": span.body_line,
+            "last_line": span.end_line,
+        },
+        provenance=provenance,
+    )
+
+
+def shown_checks(failing: Sequence[str]) -> tuple[str, ...]:
+    """Of the tests that fail, those that the agent sees: the one with the shortest name, and one of another function
+    where there is one."""
+    by_length = sorted(failing, key=lambda id_: (len(id_), id_))
+    others = [id_ for id_ in by_length if id_.split("[")[0] != by_length[0].split("[")[0]]
+    return (*by_length[:1], *others[:1])
+
+
+def _statement(qualname: str, path: str, shown: Sequence[str]) -> str:
     names = list(dict.fromkeys(id_.split("[", 1)[0].split("::")[-1] for id_ in shown))
     checks = " and ".join(names)
     verb = "fail" if len(names) > 1 else "fails"
-    return f"{function.qualname} in {function.path} has a fault: {checks} {verb}. Mend the function."
+    return f"{qualname} in {path} has a fault: {checks} {verb}. Mend the function."

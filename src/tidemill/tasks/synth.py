@@ -29,7 +29,7 @@ from tidemill.core.checks import (
 from tidemill.core.errors import TaskError
 from tidemill.core.records import Layer, Tree
 from tidemill.core.seams import Sandbox, SandboxLimits, SandboxTier
-from tidemill.tasks.build import build, fingerprint, test_files
+from tidemill.tasks.build import build, fingerprint, shown_checks, test_files
 from tidemill.tasks.layout import Layout, module_name, tree
 from tidemill.tasks.manifest import (
     FunctionEntry,
@@ -279,10 +279,7 @@ async def _screen(box: Sandbox, watch: _Watch, mutations: Sequence[Mutation], co
 
 
 def _row(found: _Found, tests: Sequence[str]) -> TaskEntry:
-    """Shown: the failing test with the shortest name, and one of another function where there is one."""
-    by_length = sorted(found.fail, key=lambda index: (len(tests[index]), tests[index]))
-    first = by_length[0]
-    others = [index for index in by_length if tests[index].split("[")[0] != tests[first].split("[")[0]]
+    shown = shown_checks([tests[index] for index in found.fail])
     mutation = found.mutation
     return TaskEntry(
         function=0,
@@ -291,7 +288,7 @@ def _row(found: _Found, tests: Sequence[str]) -> TaskEntry:
         old=mutation.old,
         new=mutation.new,
         fail=found.fail,
-        shown=(first, *others[:1]),
+        shown=tuple(tests.index(id_) for id_ in shown),
     )
 
 

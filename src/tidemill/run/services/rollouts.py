@@ -17,6 +17,7 @@ from tidemill.episodes.harness import run_episode
 from tidemill.episodes.mend import MendEnvironment
 from tidemill.episodes.results import attempt_result
 from tidemill.episodes.scripted import ScriptedEngine, spoken
+from tidemill.run.config import Recipe
 from tidemill.run.services.context import Context
 from tidemill.sandboxes.local import LocalTier
 from tidemill.sandboxes.namespaces import NamespacesTier
@@ -44,9 +45,7 @@ class Rollouts:
     async def play(self, attempt: Attempt) -> tuple[Episode, AttemptResult]:
         """One episode, from its lease to its blob."""
         context, recipe = self.context, self.context.recipe
-        task = self.tasks.task(attempt.task_id)
-        longest = min(task.limits.max_context_tokens, recipe.policy.max_context_tokens)
-        task = msgspec.structs.replace(task, limits=msgspec.structs.replace(task.limits, max_context_tokens=longest))
+        task = within_context(self.tasks.task(attempt.task_id), recipe)
         if task.environment not in self.environments:
             raise UsageError(f"task {task.id} wants environment {task.environment!r}: name it in the recipe")
         demonstrated = attempt.stage == "sft"
@@ -57,7 +56,7 @@ class Rollouts:
                 environment=self.environments[task.environment](),
                 renderer=self.renderer,
                 engine=self._demonstrator(task, attempt) if demonstrated else self.engine,
-                sampling=Sampling(temperature=recipe.rl.temperature, top_p=1.0, top_k=0),
+                sampling=sampling_of(recipe),
                 engine_name="demonstrator" if demonstrated else "fleet",
                 sandbox_tier=self.tier.tier if task.layer is not None else "none",
             )
@@ -111,6 +110,17 @@ async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
         renderer=CompactRenderer(tokenizer),
         environments={"mend": mend, **context.recipe.environments},
     )
+
+
+def within_context(task: Task, recipe: Recipe) -> Task:
+    """The task, with no longer a context than the recipe's policy has."""
+    longest = min(task.limits.max_context_tokens, recipe.policy.max_context_tokens)
+    return msgspec.structs.replace(task, limits=msgspec.structs.replace(task.limits, max_context_tokens=longest))
+
+
+def sampling_of(recipe: Recipe) -> Sampling:
+    """How the policy is sampled in training, in evaluation and in service."""
+    return Sampling(temperature=recipe.rl.temperature, top_p=1.0, top_k=0)
 
 
 def open_tier(name: str, label: str) -> SandboxTier:
