@@ -35,6 +35,7 @@ from tidemill.core.records import (
     Step,
     digest,
 )
+from tidemill.deltas.layout import weights_files
 from tidemill.deltas.store import FolderStore
 from tidemill.reports.audit.forward import float64_tensors, forward, logprob
 from tidemill.reports.evaluation import EvalRow
@@ -64,9 +65,8 @@ class _World:
 
     def policy(self, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
         if version not in self.policies:
-            files = self.store.manifest(version).files
-            config = json.loads(self.store.blobs.get(files["config.json"]))
-            self.policies[version] = (config, float64_tensors(self.store.blobs.get(files["model.safetensors"])))
+            weights = self.store.load(version)
+            self.policies[version] = (weights.config, float64_tensors(weights_files(weights)["model.safetensors"]))
         return self.policies[version]
 
 

@@ -1,10 +1,14 @@
-"""The weight store: blobs and one small manifest per version.
+"""The weight store: blobs and one small manifest per version; a version is a keyframe, or a delta to an earlier one.
 
 A version is committed by the exclusive creation of its manifest, and by nothing else: the payload is written first,
 under the hashes of its bytes, then `versions/00000007.json` appears whole or not at all. Where two writers race for a
 version exactly one wins. Retries are harmless: the same weights under the same version give the manifest that stands.
 
-    STORE/blobs/ab/cdef…            config.json, model.safetensors, tokenizer files: shared by content
+A chain of deltas begins at a keyframe and has at most `KEYFRAME_EVERY` versions, fewer where its deltas would add up to
+more than a keyframe, or where its newest version cannot be read: so damage ends at the next publication. Whoever
+reads a version checks each tensor against the hash in the manifest.
+
+    STORE/blobs/ab/cdef…            config.json, model.safetensors or model.delta, tokenizer files: shared by content
     STORE/versions/00000007.json    a `Snapshot`
     STORE/HEAD                      the newest version, as a hint for people; never read here
 """
@@ -22,74 +26,42 @@ from pathlib import Path
 from typing import final
 
 import msgspec
-import xxhash
-from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
 from tidemill.core.blobs import FolderBlobs, MemoryBlobs
-from tidemill.core.errors import BlobError, StoreError, VersionTaken
-from tidemill.core.records import Array, Snapshot
+from tidemill.core.errors import BlobError, DeltaError, StoreError, VersionTaken
+from tidemill.core.records import Snapshot
 from tidemill.core.seams import Blobs, Weights
+from tidemill.deltas.codec import apply, diff
+from tidemill.deltas.layout import (
+    CONFIG_FILE,
+    DELTA_FILE,
+    WEIGHTS_FILE,
+    array_of,
+    codec_tensors,
+    read_weights_file,
+    side_files,
+    tensor_hash,
+    weights_files,
+)
+from tidemill.deltas.words import Tensor
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+KEYFRAME_EVERY = 30
+"""Versions from one keyframe to the next, at most."""
 
 _MANIFEST_NAME = re.compile(r"(\d{8,})\.json")
 
 
-def tensor_hash(array: Array) -> str:
-    """xxh3-128 of a tensor's bytes, in hex."""
-    return xxhash.xxh3_128_hexdigest(array.data)
-
-
-def weights_files(weights: Weights) -> dict[str, bytes]:
-    """The Hugging Face folder of a policy, file name → content. Equal weights give equal bytes.
-
-    Raises `StoreError` for a tensor that is not uint16 bit patterns, or a tokenizer file with a reserved name.
-    """
-    for name in weights.tokenizer:
-        if name in (CONFIG_FILE, WEIGHTS_FILE) or name != Path(name).name or name in ("", ".", ".."):
-            raise StoreError(f"{name!r} cannot be a tokenizer file: give it a plain name other than {CONFIG_FILE}")
-    if not weights.tensors:
-        raise StoreError("weights without tensors: publish a whole policy")
-    arrays = {}
-    for name, array in sorted(weights.tensors.items()):
-        if array.dtype != "uint16":
-            raise StoreError(f"tensor {name} is {array.dtype}: publish bfloat16 as uint16 bit patterns")
-        try:
-            arrays[name] = array.numpy()
-        except ValueError as error:
-            raise StoreError(f"tensor {name}: buffer and shape disagree: {error}") from None
-    specs = {
-        name: TensorSpec(dtype="bfloat16", shape=list(a.shape), data_ptr=a.ctypes.data, data_len=a.nbytes)
-        for name, a in arrays.items()
-    }
-    config = json.dumps(weights.config, indent=2, sort_keys=True) + "\n"
-    return {
-        **weights.tokenizer,
-        CONFIG_FILE: config.encode(),
-        WEIGHTS_FILE: bytes(serialize(specs, metadata={"format": "pt"})),
-    }
-
-
-def read_weights_file(data: bytes) -> dict[str, Array]:
-    """Tensors of a `model.safetensors` in bfloat16. Raises `StoreError` for a cut-off file or another dtype."""
-    try:
-        entries = deserialize(data)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        raise StoreError(f"{WEIGHTS_FILE} cannot be read: {error}") from None
-    tensors = {}
-    for name, entry in entries:
-        if entry["dtype"] != "BF16":
-            raise StoreError(f"tensor {name} is {entry['dtype']}: the store holds bfloat16")
-        tensors[name] = Array(data=bytes(entry["data"]), dtype="uint16", shape=tuple(entry["shape"]))
-    return tensors
-
-
 class SnapshotStore(ABC):
-    """What both stores share: everything but where the manifests lie."""
+    """What all stores share: everything but where the manifests lie."""
 
-    def __init__(self, blobs: Blobs) -> None:
+    def __init__(self, blobs: Blobs, *, keyframe_every: int = KEYFRAME_EVERY, threads: int = 1) -> None:
+        if keyframe_every < 1:
+            raise StoreError(f"keyframe_every is {keyframe_every}: give 1 (no deltas) or more")
         self.blobs = blobs
+        self._keyframe_every = keyframe_every
+        self._threads = threads
+        self._held: tuple[int, Weights] | None = None
+        """The version that was last published or loaded here: the base of the next delta."""
 
     @abstractmethod
     def _create(self, version: int, manifest: bytes) -> bool:
@@ -110,14 +82,15 @@ class SnapshotStore(ABC):
             if self._read(version - 1) is None:
                 raise StoreError(f"version {version} cannot be published: version {version - 1} does not exist")
             previous = self.manifest(version - 1)
-        files = weights_files(weights)
+        files = side_files(weights)
+        tensors = codec_tensors(weights)
         snapshot = Snapshot(
             version=version,
             kind="full",
             parent=None,
-            files={name: self.blobs.put(data) for name, data in sorted(files.items())},
+            files={},
             tensors={name: tensor_hash(array) for name, array in sorted(weights.tensors.items())},
-            num_bytes=sum(len(data) for data in files.values()),
+            num_bytes=0,
             batch=batch,
             step=step,
             model=hashlib.sha256(files[CONFIG_FILE]).hexdigest(),
@@ -125,17 +98,72 @@ class SnapshotStore(ABC):
         )
         if previous is not None:
             _check_succession(previous, snapshot)
+        if self._read(version) is not None:
+            return self._standing(snapshot, weights)
+        delta = None if previous is None else self._delta(previous, tensors, sum(map(len, files.values())))
+        if delta is None:
+            files[WEIGHTS_FILE] = weights_files(weights)[WEIGHTS_FILE]
+        else:
+            files[DELTA_FILE] = delta
+        snapshot = msgspec.structs.replace(
+            snapshot,
+            kind="full" if delta is None else "delta",
+            parent=None if delta is None else version - 1,
+            files={name: self.blobs.put(data) for name, data in sorted(files.items())},
+            num_bytes=sum(map(len, files.values())),
+        )
         manifest = msgspec.json.format(msgspec.json.encode(snapshot, order="deterministic"), indent=1) + b"\n"
-        if self._create(version, manifest):
-            return snapshot
+        if not self._create(version, manifest):
+            return self._standing(snapshot, weights)
+        self._held = (version, weights)
+        return snapshot
+
+    def _standing(self, snapshot: Snapshot, weights: Weights) -> Snapshot:
+        """The manifest that stands, if it is of this publication. Raises `VersionTaken`."""
+        version = snapshot.version
         standing = self.manifest(version)
-        if standing.files != snapshot.files or standing.batch != snapshot.batch:
-            what = "another batch" if standing.batch != snapshot.batch else "other weights"
+        files = {name: hashlib.sha256(data).hexdigest() for name, data in side_files(weights).items()}
+        side = {name: blob for name, blob in standing.files.items() if name not in (WEIGHTS_FILE, DELTA_FILE)}
+        same = standing.tensors == snapshot.tensors and side == files
+        if not same or standing.batch != snapshot.batch:
+            what = "another batch" if same else "other weights"
             raise VersionTaken(
                 f"version {version} stands already, from {what} (run {standing.run_id}, step {standing.step}): "
                 "two learners write to this store, or a redo was not exact"
             )
+        self._held = (version, weights)
         return standing
+
+    def _delta(self, previous: Snapshot, tensors: dict[str, Tensor], num_side_bytes: int) -> bytes | None:
+        """From the version before; None where a keyframe is due, or is cheaper, or mends a chain that is broken."""
+        try:
+            chain = self._chain(previous)
+            if len(chain) >= self._keyframe_every:
+                return None
+            base = self._held[1] if self._held and self._held[0] == previous.version else self._weights(previous)
+        except StoreError:
+            return None
+        old = codec_tensors(base)
+        if any(tensor_hash(base.tensors[name]) != value for name, value in previous.tensors.items()):
+            return None
+        delta = diff(old, tensors, threads=self._threads)
+        num_chain_bytes = sum(link.num_bytes - num_side_bytes for link in chain if link.kind == "delta")
+        if num_chain_bytes + len(delta) > sum(tensor.words.nbytes for tensor in tensors.values()):
+            return None
+        # A delta that does not lead where it should would stop every follower: it is tried before it is published.
+        result = apply(delta, old, threads=self._threads)
+        if any(result[name].words.tobytes() != tensor.words.tobytes() for name, tensor in tensors.items()):
+            return None
+        return delta
+
+    def _chain(self, snapshot: Snapshot) -> list[Snapshot]:
+        """From `snapshot` down to its keyframe. Raises `StoreError` for a chain that leads nowhere."""
+        chain = [snapshot]
+        while (link := chain[-1]).kind == "delta":
+            if link.parent is None or not 0 <= link.parent < link.version:
+                raise StoreError(f"the manifest of version {link.version} in {self} names {link.parent} as its base")
+            chain.append(self.manifest(link.parent))
+        return chain
 
     def head(self) -> int | None:
         return max(self._versions(), default=None)
@@ -153,20 +181,52 @@ class SnapshotStore(ABC):
         return snapshot
 
     def load(self, version: int) -> Weights:
-        snapshot = self.manifest(version)
+        weights = self._weights(self.manifest(version))
+        self._held = (version, weights)
+        return weights
+
+    def _weights(self, snapshot: Snapshot) -> Weights:
+        """By the chain from the held version, where it has one; else, or where that fails, from its keyframe."""
+        chain = self._chain(snapshot)
+        held = self._held
+        if held is not None:
+            for index, link in enumerate(chain[1:], start=1):
+                if link.version == held[0]:
+                    with suppress(StoreError):
+                        return self._descend(chain[:index], held[1])
+        return self._descend(chain, None)
+
+    def _descend(self, chain: list[Snapshot], base: Weights | None) -> Weights:
+        """Apply the versions of `chain`, newest first, to `base`; without one the last of them is a keyframe."""
+        for snapshot in reversed(chain):
+            base = self._step(snapshot, base)
+        assert base is not None
+        return base
+
+    def _step(self, snapshot: Snapshot, base: Weights | None) -> Weights:
+        where = f"version {snapshot.version} in {self}"
         files = self._files(snapshot)
-        tensors = read_weights_file(files.pop(WEIGHTS_FILE))
+        if snapshot.kind == "full":
+            tensors = read_weights_file(files.pop(WEIGHTS_FILE))
+        else:
+            assert base is not None
+            try:
+                result = apply(files.pop(DELTA_FILE), codec_tensors(base), threads=self._threads)
+            except DeltaError as error:
+                raise StoreError(f"{where}: {error}") from None
+            tensors = {name: array_of(tensor) for name, tensor in result.items()}
         for name in sorted(snapshot.tensors.keys() | tensors.keys()):
             if name not in tensors or name not in snapshot.tensors:
-                raise StoreError(f"version {version} in {self}: tensor {name} is not in both manifest and file")
+                raise StoreError(f"{where}: tensor {name} is not in both manifest and file")
             if tensor_hash(tensors[name]) != snapshot.tensors[name]:
-                raise StoreError(f"version {version} in {self}: tensor {name} is damaged")
+                raise StoreError(f"{where}: tensor {name} is damaged")
         config = json.loads(files.pop(CONFIG_FILE))
         return Weights(config=config, tokenizer=files, tensors=tensors)
 
     def export(self, version: int, folder: Path) -> None:
         """Write the Hugging Face folder. Raises `StoreError` where `folder` holds something already."""
-        files = self._files(self.manifest(version))
+        snapshot = self.manifest(version)
+        files = self._files(snapshot) if snapshot.kind == "full" else weights_files(self.load(version))
         if folder.exists() and any(folder.iterdir()):
             raise StoreError(f"{folder} is not empty: choose another folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +238,7 @@ class SnapshotStore(ABC):
             os.replace(aside, folder)
 
     def _files(self, snapshot: Snapshot) -> dict[str, bytes]:
-        for required in (CONFIG_FILE, WEIGHTS_FILE):
+        for required in (CONFIG_FILE, WEIGHTS_FILE if snapshot.kind == "full" else DELTA_FILE):
             if required not in snapshot.files:
                 raise StoreError(f"the manifest of version {snapshot.version} in {self} names no {required}")
         try:
@@ -200,11 +260,12 @@ def _check_succession(previous: Snapshot, snapshot: Snapshot) -> None:
 class FolderStore(SnapshotStore):
     """Versions in a folder of a local disk, which any number of processes may share."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keyframe_every: int = KEYFRAME_EVERY, threads: int = 1) -> None:
+        """`threads`: of the codec. Raises `StoreError` for a `keyframe_every` below 1."""
         self.folder = folder
         self._manifests = folder / "versions"
         self._manifests.mkdir(parents=True, exist_ok=True)
-        super().__init__(FolderBlobs(folder / "blobs"))
+        super().__init__(FolderBlobs(folder / "blobs"), keyframe_every=keyframe_every, threads=threads)
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -240,10 +301,10 @@ class FolderStore(SnapshotStore):
 class MemoryStore(SnapshotStore):
     """Versions in a dictionary, for tests and for trying an engine without a run folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keyframe_every: int = KEYFRAME_EVERY) -> None:
         self._manifests: dict[int, bytes] = {}
         self._lock = threading.Lock()
-        super().__init__(MemoryBlobs())
+        super().__init__(MemoryBlobs(), keyframe_every=keyframe_every)
 
     def __str__(self) -> str:
         return "memory"

@@ -4,11 +4,9 @@ from typing import Any
 
 import xxhash
 
-from tidemill.reports.audit.forward import raw_tensors
+from tidemill.reports.audit.deltas import DELTA_FILE, WEIGHTS_FILE, RawTensors, Versions
 from tidemill.reports.audit.readers import Run
 from tidemill.reports.audit.report import Line, line_of, unseen
-
-WEIGHTS_FILE = "model.safetensors"
 
 
 def check_chain(run: Run) -> Line:
@@ -49,12 +47,14 @@ def _links(version: int, manifest: dict[str, Any], previous: dict[str, Any] | No
 
 
 def check_payloads(run: Run) -> Line:
-    """Every file of every version is there with the sha256 of its name, every tensor with its xxh3-128."""
+    """Every file of every version is there with the sha256 of its name; every tensor, once the deltas have been applied
+    by the audit's own decoder, with its xxh3-128."""
     name = "version payloads"
     if not run.manifests:
         return unseen(name, "no version was published")
     problems: list[str] = []
-    num_tensors = num_bytes = 0
+    num_tensors = num_bytes = num_deltas = 0
+    versions = Versions(run)
     for version, manifest in sorted(run.manifests.items()):
         size = 0
         for file, blob in sorted(manifest["files"].items()):
@@ -64,19 +64,22 @@ def check_payloads(run: Run) -> Line:
                 problems.append(f"version {version}, {file}: {error}")
                 continue
             size += len(data)
-            if file == WEIGHTS_FILE:
-                problems += [f"version {version}: {problem}" for problem in _tensors(data, manifest["tensors"])]
+            if file in (WEIGHTS_FILE, DELTA_FILE):
+                problems += [f"version {version}: {problem}" for problem in _tensors(versions, version, manifest)]
                 num_tensors += len(manifest["tensors"])
+                num_deltas += file == DELTA_FILE
         if size != manifest["num_bytes"] and not problems:
             problems.append(f"version {version}: {size} bytes, and its manifest says {manifest['num_bytes']}")
         num_bytes += size
-    figure = f"{len(run.manifests)} versions, {num_tensors} tensors, {num_bytes / 1e6:.1f} MB hashed again"
+    counts = f"{len(run.manifests)} versions ({num_deltas} as deltas), {num_tensors} tensors"
+    figure = f"{counts}, {num_bytes / 1e6:.1f} MB hashed again"
     return line_of(name, problems, figure, figures={"bytes": float(num_bytes), "tensors": float(num_tensors)})
 
 
-def _tensors(data: bytes, hashes: dict[str, str]) -> list[str]:
+def _tensors(versions: Versions, version: int, manifest: dict[str, Any]) -> list[str]:
+    hashes: dict[str, str] = manifest["tensors"]
     try:
-        tensors = raw_tensors(data)
+        tensors: RawTensors = versions.get(version)
     except ValueError as error:
         return [str(error)]
     problems = [f"tensor {name} is not in both manifest and file" for name in sorted(tensors.keys() ^ hashes.keys())]

@@ -45,8 +45,13 @@ def raw_tensors(data: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 def float64_tensors(data: bytes) -> Tensors:
     """The tensors of a `.safetensors` file, widened without loss."""
+    return widened(raw_tensors(data))
+
+
+def widened(raw: dict[str, tuple[str, tuple[int, ...], bytes]]) -> Tensors:
+    """Tensors of (dtype, shape, bytes) as float64, without loss. Raises `ValueError` for a dtype of no weights."""
     tensors: Tensors = {}
-    for name, (dtype, shape, chunk) in raw_tensors(data).items():
+    for name, (dtype, shape, chunk) in raw.items():
         if dtype not in _SAFETENSORS_DTYPES:
             raise ValueError(f"tensor {name} has dtype {dtype}, which holds no floating-point weights")
         values = np.frombuffer(chunk, dtype=_SAFETENSORS_DTYPES[dtype])

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.reports.audit.chain import WEIGHTS_FILE
+from tidemill.reports.audit.deltas import Versions
 from tidemill.reports.audit.episodes import Sampled, SegmentFacts, segments_of
-from tidemill.reports.audit.forward import Tensors, check_config, float64_tensors, forward, logprob
+from tidemill.reports.audit.forward import Tensors, check_config, forward, logprob, widened
 from tidemill.reports.audit.readers import Run
 from tidemill.reports.audit.report import Line, line_of, quantiles, unseen
 
@@ -78,6 +78,7 @@ class _Policies:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._weights = Versions(run)
         self._version = -1
         self._policy: Policy | None = None
 
@@ -88,7 +89,7 @@ class _Policies:
             files = self._run.manifests[version]["files"]
             config = json.loads(self._run.store_blobs.get(files["config.json"]))
             check_config(config)
-            self._policy = (config, float64_tensors(self._run.store_blobs.get(files[WEIGHTS_FILE])))
+            self._policy = (config, widened(self._weights.get(version)))
             self._version = version
         return self._policy
 
