@@ -146,6 +146,20 @@ def test_a_folder_of_another_recipe_is_refused(run: RunFolder, recipe: Path) -> 
     assert "another recipe" in output and output.count("\n") == 1
 
 
+def test_a_control_starts_from_the_same_version_0_and_says_what_it_is(run: RunFolder, recipe: Path) -> None:
+    control = RunFolder(recipe.parent / "control")
+    none = ("--pretraining.num-steps", "0", "--demonstrations.num-episodes", "0", "--demonstrations.num-steps", "0")
+    short = ("--rl.num-updates", "2", "--evaluation.num-tasks", "1")
+    options = ("--start-from", run.path, "--rl.shuffled-rewards", "True", *none, *short)
+    code, output = answer("run", recipe, "--out", control.path, *options)
+    assert code == 0, output
+    same = [json.loads((folder.store / "versions/00000000.json").read_text())["tensors"] for folder in (run, control)]
+    assert same[0] == same[1]
+    code, output = answer("audit", control.path)
+    assert code == 0, output
+    assert "a control: the rewards of each batch were shuffled" in output
+
+
 def test_a_killed_parent_leaves_nothing_and_the_run_goes_on(recipe: Path) -> None:
     folder = RunFolder(recipe.parent / "orphaned")
     arguments = ("run", recipe, "--out", folder.path, "--rl.num-updates", "2", "--evaluation.num-tasks", "1")

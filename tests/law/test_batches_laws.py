@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.batches.advantages import task_advantages
+from tidemill.batches.advantages import shuffled_rewards, task_advantages
 
 REWARDS = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -56,3 +56,17 @@ def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
 def test_rewards_whose_advantage_would_overflow_are_refused() -> None:
     with pytest.raises(ValueError, match="scale them down"):
         task_advantages([1.7e308, -1.7e308, -1.7e308], ["g"] * 3)
+
+
+@given(st.lists(REWARDS, max_size=30), st.integers(0, 5), st.integers(0, 5))
+def test_shuffled_rewards_are_the_same_ones_in_an_order_of_the_batch(rewards: list[float], seed: int, k: int) -> None:
+    dealt = shuffled_rewards(rewards, seed=seed, index=k)
+    assert sorted(dealt) == sorted(rewards)
+    assert dealt == shuffled_rewards(rewards, seed=seed, index=k)
+
+
+def test_shuffled_rewards_cross_groups_and_differ_between_batches() -> None:
+    rewards = [float(i) for i in range(24)]
+    orders = {tuple(shuffled_rewards(rewards, seed=0, index=k)) for k in range(8)}
+    assert len(orders) == 8
+    assert all(max(abs(a - b) for a, b in zip(order, rewards, strict=True)) >= 6 for order in orders)

@@ -17,7 +17,7 @@ import numpy as np
 from support.synthetic_policy import random_weights
 from support.synthetic_texts import Script, scripts
 from tidemill.batches.admission import AdmissionConfig, compose
-from tidemill.batches.advantages import task_advantages
+from tidemill.batches.advantages import shuffled_rewards, task_advantages
 from tidemill.batches.journal import JournalWriter
 from tidemill.batches.schema import Identity
 from tidemill.core.blobs import FolderBlobs, put_record
@@ -70,10 +70,12 @@ class _World:
         return self.policies[version]
 
 
-def synthetic_run(folder: Path, *, num_updates: int = 3, group_size: int = 2, seed: int = 0) -> Path:
+def synthetic_run(
+    folder: Path, *, num_updates: int = 3, group_size: int = 2, seed: int = 0, shuffled: bool = False
+) -> Path:
     """Build a finished run: demonstrations, `num_updates` updates with age up to 1, a rejected group, two evaluations.
     Returns `folder`."""
-    world = _open(folder, num_updates, group_size, seed)
+    world = _open(folder, num_updates, group_size, seed, shuffled)
     leases = world.journal.lease("worker-0", "i", 2, stage="sft", version=-1, request="sft", now_s=world.now_s)
     for lease in leases:
         _finish(world, lease, -1, -1)
@@ -95,7 +97,7 @@ def synthetic_run(folder: Path, *, num_updates: int = 3, group_size: int = 2, se
     return folder
 
 
-def _open(folder: Path, num_updates: int, group_size: int, seed: int) -> _World:
+def _open(folder: Path, num_updates: int, group_size: int, seed: int, shuffled: bool) -> _World:
     folder.mkdir(parents=True)
     everything = scripts()
     tokenizer = Tokenizer.train([script.statement for script in everything] * 3, 448)
@@ -112,6 +114,7 @@ def _open(folder: Path, num_updates: int, group_size: int, seed: int) -> _World:
             num_updates=num_updates,
             num_demonstrations_per_task=2,
             max_tries=1,
+            shuffled_rewards=shuffled,
         ),
     )
     whos = ("coordinator-0", "worker-0", "engine-0", "learner-0", "evaluator-0", "supervisor-0")
@@ -305,7 +308,10 @@ def _update(world: _World, version: int, metrics: MetricsLog) -> None:
     composition = compose(version, world.journal.candidates(), world.identity.config)
     assert composition.chosen is not None, composition
     results = [(group, result) for group in composition.chosen for result in world.journal.group_results(group)]
-    advantages, _ = task_advantages([r.reward for _, r in results], [group for group, _ in results])
+    rewards = [result.reward for _, result in results]
+    if world.identity.config.shuffled_rewards:
+        rewards = shuffled_rewards(rewards, seed=world.seed, index=version)
+    advantages, _ = task_advantages(rewards, [group for group, _ in results])
     batch = Batch(
         index=version,
         stage="rl",

@@ -226,6 +226,23 @@ def test_an_advantage_that_is_not_reward_minus_mean(run: Path, wrong: float) -> 
     assert failed(run) == {"whole groups"}
 
 
+def test_a_control_is_named_and_its_advantages_are_recomputed(tmp_path: Path) -> None:
+    """Rewards were dealt out anew over each batch: the audit deals them again, from the run's seed."""
+    control = synthetic_run(tmp_path / "control", shuffled=True)
+    line = audit(control, num_parity=1).line("whole groups")
+    assert line.ok and "a control" in line.figure
+    change_batch(control, 1, lambda batch: batch["items"][0].update(advantage=batch["items"][0]["advantage"] + 0.1))
+    assert "whole groups" in failed(control)
+
+
+def test_a_control_that_does_not_say_so_fails(tmp_path: Path) -> None:
+    control = synthetic_run(tmp_path / "control", shuffled=True, seed=1)
+    [(config,)] = sql(control, "SELECT value FROM meta WHERE key = 'config'")
+    silent = json.dumps(json.loads(config) | {"shuffled_rewards": False})
+    sql(control, "UPDATE meta SET value = ? WHERE key = 'config'", silent)
+    assert failed(control) == {"whole groups"}
+
+
 # --- ages and versions ---------------------------------------------------------------------------------------
 
 

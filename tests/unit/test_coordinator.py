@@ -6,6 +6,7 @@ import pytest
 
 from support.coordinator_world import identity, world
 from tidemill.batches.admission import LOSSES_PER_TRY, AdmissionConfig, Candidate, compose
+from tidemill.batches.advantages import shuffled_rewards
 from tidemill.batches.schema import attempt_seed
 from tidemill.core.errors import TrainingHalted
 from tidemill.core.journal import read_journal
@@ -66,6 +67,21 @@ def test_a_batch_is_the_same_for_ever() -> None:
         small.restart()
         again = asyncio.run(small.coordinator.batch(0, 0.0))
         assert again is not None and [i.attempt_id for i in again.items] == [second.id]
+
+
+def test_a_control_deals_rewards_out_anew_and_keeps_the_true_ones_beside_them() -> None:
+    who = identity(group_size=2, groups_per_batch=4, shuffled_rewards=True)
+    with world(who) as small:
+        small.store.publish(None)
+        leases = asyncio.run(small.coordinator.lease("w", "1", 8, 0.0))
+        for number, lease in enumerate(leases):
+            asyncio.run(small.coordinator.complete(small.result(lease, reward=float(number))))
+        batch = asyncio.run(small.coordinator.batch(0, 0.0))
+    assert batch is not None
+    assert [item.reward for item in batch.items] == [float(number) for number in range(8)]
+    dealt = shuffled_rewards(range(8), seed=who.seed, index=0)
+    means = [(dealt[2 * k] + dealt[2 * k + 1]) / 2 for k in range(4)]
+    assert [item.advantage for item in batch.items] == [dealt[i] - means[i // 2] for i in range(8)]
 
 
 def test_the_learner_waits_for_a_straggler_that_would_expire() -> None:

@@ -42,6 +42,8 @@ class AdmissionConfig:
     """A lease that is not renewed for so long may be taken back."""
     max_tries: int = 3
     """`env_fault`s of one attempt before its group is rejected."""
+    shuffled_rewards: bool = False
+    """A control: see `advantages.shuffled_rewards`. Here because the journal keeps this record for the audit."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "groups_per_batch", "max_tries"):

@@ -1,6 +1,7 @@
 """Task advantages: what an attempt earned beyond its group (law 4)."""
 
 import math
+import random
 from collections.abc import Sequence
 
 
@@ -39,3 +40,14 @@ def task_advantages(rewards: Sequence[float], group_ids: Sequence[str]) -> tuple
         "num_single_groups": float(num_single),
     }
     return advantages, metrics
+
+
+def shuffled_rewards(rewards: Sequence[float], *, seed: int, index: int) -> list[float]:
+    """A control that must not learn: the rewards of a batch dealt out anew over all of its attempts, across groups.
+
+    rewards: [N], in the order of the batch's items. seed: of the run. index: of the batch. The same arguments give the
+    same permutation, so that a batch can be recomputed from its episodes.
+    """
+    dealt = list(rewards)
+    random.Random(f"{seed}/{index}/rewards").shuffle(dealt)
+    return dealt

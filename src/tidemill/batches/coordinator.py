@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar, final
 
 from tidemill.batches.admission import compose
-from tidemill.batches.advantages import task_advantages
+from tidemill.batches.advantages import shuffled_rewards, task_advantages
 from tidemill.batches.backup import backup_journal
 from tidemill.batches.journal import JournalWriter
 from tidemill.batches.schema import Identity
@@ -220,7 +220,10 @@ class JournalCoordinator:
     def _assign(self, index: int, chosen: Sequence[str]) -> Batch:
         """Put the groups into batch `index`, with their advantages, and make it stand."""
         results = [(group_id, result) for group_id in chosen for result in self._journal.group_results(group_id)]
-        advantages, numbers = task_advantages([r.reward for _, r in results], [group_id for group_id, _ in results])
+        rewards = [result.reward for _, result in results]
+        if self.config.shuffled_rewards:
+            rewards = shuffled_rewards(rewards, seed=self._journal.identity.seed, index=index)
+        advantages, numbers = task_advantages(rewards, [group_id for group_id, _ in results])
         tasks = {group_id: self._journal.group_task(group_id) for group_id in chosen}
         items: list[BatchItem] = []
         for (group_id, result), advantage in zip(results, advantages, strict=True):

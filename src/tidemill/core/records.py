@@ -314,7 +314,7 @@ class BatchItem(Record, frozen=True):
     episode: str
     reward: float
     advantage: float
-    """A_i = R_i − mean(R) over the attempt's group (law 4)."""
+    """A_i = R_i − mean(R) over the attempt's group (law 4); in the control `shuffled_rewards`, R is another's."""
     oldest_version: int
 
 

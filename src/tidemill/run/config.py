@@ -99,6 +99,7 @@ class ReinforcementConfig:
     """Asynchronous RL: policy gradient, group-mean baseline, no std division, no length normalisation."""
 
     num_updates: int
+    """0: the run ends with version 0."""
     group_size: int = 8
     groups_per_batch: int = 6
     max_age: int = 2
@@ -109,10 +110,14 @@ class ReinforcementConfig:
     max_grad_norm: float = 1.0
     loss_constant: float = 32.0
     """Divides the sum over an attempt's tokens: about how many it samples."""
+    shuffled_rewards: bool = False
+    """A control that must not learn: the rewards of a batch are dealt out anew over its attempts, across groups."""
 
     def __post_init__(self) -> None:
-        _positive(self, "num_updates", "group_size", "groups_per_batch", "peak_lr", "temperature", "max_grad_norm")
+        _positive(self, "group_size", "groups_per_batch", "peak_lr", "temperature", "max_grad_norm")
         _positive(self, "loss_constant")
+        if self.num_updates < 0:
+            raise UsageError(f"num_updates is {self.num_updates}: 0 (none) or more")
         if self.max_age < 0:
             raise UsageError(f"max_age is {self.max_age}: 0 (synchronous) or more")
         if self.kl_weight < 0:
@@ -153,6 +158,9 @@ class Recipe:
     name: str
     tasks: str
     """A task manifest (`.json`) or a task set folder; relative to the recipe's file."""
+    start_from: str | None = None
+    """Folder of another run, relative to where the command runs: this one begins with the policy of its version 0, its
+    tokenizer and its corpus. That policy has read no held-out module of *its* tasks: keep the same ones."""
     seed: int = 0
     policy: PolicyConfig = PolicyConfig()
     pretraining: PretrainingConfig

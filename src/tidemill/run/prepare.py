@@ -13,6 +13,7 @@ from tidemill.run.config import Recipe
 from tidemill.run.folder import RunFolder
 from tidemill.run.pretraining import load_corpus, read_machine, save_corpus, train_tokenizer
 from tidemill.run.services.context import corpus_file, tasks_folder, tokenizer_folder
+from tidemill.run.start import take_over
 from tidemill.tasks.check import check
 from tidemill.tasks.folder import TaskSet, load
 from tidemill.tasks.layout import module_name
@@ -37,6 +38,9 @@ async def prepare(folder: RunFolder, recipe: Recipe, source: Path, tier: Sandbox
             await asyncio.to_thread(shutil.copytree, source, aside)
         await _validate(load(aside), recipe, tier, say)
         os.rename(aside, tasks_path)
+    if not tokenizer_folder(folder).exists() and recipe.start_from is not None:
+        say(f"policy, tokenizer and corpus: those of {recipe.start_from}")
+        await asyncio.to_thread(take_over, folder, recipe, RunFolder(Path(recipe.start_from)))
     if not tokenizer_folder(folder).exists():
         if not corpus_file(folder).exists():
             say("corpus: reading this machine's Python files")

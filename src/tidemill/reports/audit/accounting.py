@@ -1,5 +1,6 @@
 """Accounting: nothing is lost, nothing is twice, every batch is what its version says."""
 
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -209,7 +210,9 @@ def check_groups(book: Book) -> Line:
         return unseen(name, "no batch could be read")
     problems: list[str] = []
     num_groups = num_equal = 0
+    is_control = bool(book.run.journal.config.get("shuffled_rewards"))
     for index, batch in sorted(book.batches.items()):
+        dealt = _dealt_rewards(book, index, batch) if is_control else {}
         members: dict[str, list[dict[str, Any]]] = {}
         for item in batch["items"]:
             members.setdefault(item["group_id"], []).append(item)
@@ -221,25 +224,38 @@ def check_groups(book: Book) -> Line:
                 problems.append(f"{where}: {len(items)} attempts of {batch['group_size']}, {len(issued)} issued")
             if len({item["task_id"] for item in items}) != 1:
                 problems.append(f"{where} mixes tasks")
-            equal, group_problems = _advantages(book, where, items)
+            equal, group_problems = _advantages(book, where, items, dealt)
             num_equal += equal
             problems += group_problems
     figure = f"{num_groups} groups, advantages recomputed; {num_equal} all-equal with exactly 0"
+    if is_control:
+        figure += "; a control: the rewards of each batch were shuffled across its groups"
     return line_of(name, problems, figure, figures={"groups": float(num_groups), "all_equal": float(num_equal)})
 
 
-def _advantages(book: Book, where: str, items: list[dict[str, Any]]) -> tuple[bool, list[str]]:
+def _dealt_rewards(book: Book, index: int, batch: dict[str, Any]) -> dict[str, float]:
+    """Attempt → the reward that a control dealt to it, from the run's seed; empty where an episode is missing."""
+    names = [item["attempt_id"] for item in batch["items"]]
+    if not set(names) <= book.facts.keys():
+        return {}
+    rewards = [book.facts[name].reward for name in names]
+    random.Random(f"{book.run.journal.meta['seed']}/{index}/rewards").shuffle(rewards)
+    return dict(zip(names, rewards, strict=True))
+
+
+def _advantages(book: Book, where: str, items: list[dict[str, Any]], dealt: dict[str, float]) -> tuple[bool, list[str]]:
     rewards = []
     for item in items:
         facts = book.facts.get(item["attempt_id"])
         if facts is None:
             return False, [f"{where}: attempt {item['attempt_id']} has no readable episode"]
         rewards.append(facts.reward)
-    mean = sum(rewards) / len(rewards)
-    equal = len(set(rewards)) == 1
+    credited = [dealt.get(item["attempt_id"], reward) for item, reward in zip(items, rewards, strict=True)]
+    mean = sum(credited) / len(credited)
+    equal = len(set(credited)) == 1
     problems = []
-    for item, reward in zip(items, rewards, strict=True):
-        expected = 0.0 if equal else reward - mean
+    for item, reward, credit in zip(items, rewards, credited, strict=True):
+        expected = 0.0 if equal else credit - mean
         right = abs(item["advantage"] - expected) <= (0.0 if equal else 1e-9)  # false for NaN
         if item["reward"] != reward or not right:
             problems.append(

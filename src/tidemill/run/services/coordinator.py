@@ -30,6 +30,7 @@ async def serve(context: Context) -> None:
             max_age=rl.max_age,
             num_updates=rl.num_updates,
             num_demonstrations_per_task=1,
+            shuffled_rewards=rl.shuffled_rewards,
         ),
     )
     coordinator = JournalCoordinator(

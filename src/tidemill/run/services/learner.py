@@ -14,6 +14,7 @@ from tidemill.run.config import Recipe
 from tidemill.run.loops import LEASE_WAIT_S, learn, publish
 from tidemill.run.pretraining import documents, load_corpus
 from tidemill.run.services.context import Context, corpus_file, model_config
+from tidemill.run.start import start_weights
 from tidemill.trajectories.build import trajectories
 from tidemill.updates.corpus import Corpus, EpochOrder
 from tidemill.updates.learner import Learner, LearnerConfig
@@ -44,7 +45,8 @@ def learner_config(recipe: Recipe) -> LearnerConfig:
 async def serve(context: Context) -> None:
     recipe = context.recipe
     tokenizer = context.tokenizer()
-    learner = Learner(learner_config(recipe), model_config(recipe.policy, tokenizer.vocab_size), source=recipe.seed)
+    source = recipe.seed if recipe.start_from is None else start_weights(context.folder)
+    learner = Learner(learner_config(recipe), model_config(recipe.policy, tokenizer.vocab_size), source=source)
     resumed = learner.load(context.folder.checkpoints)
     context.events.write("resume" if resumed else "begin", version=learner.version, numbers={"step": learner.step})
     metrics = MetricsLog(context.folder.metrics)
