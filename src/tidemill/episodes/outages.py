@@ -28,13 +28,14 @@ class Outages:
         self._since_s = None
         self._backoff_s = FIRST_BACKOFF_S
 
-    async def wait(self, asked_s: float, cause: str) -> None:
-        """Before asking again, after a request of `asked_s` brought nothing. Raises `EngineGone`."""
+    async def wait(self, asked_s: float, cause: str, *, at_least_s: float = 0.0) -> None:
+        """Before asking again, after a request of `asked_s` brought nothing; `at_least_s`: how long the engine asked to
+        be left alone. Raises `EngineGone`."""
         if self._since_s is None:
             self._since_s = asked_s
         left_s = self._patience_s - (self._clock() - self._since_s)
         if left_s <= 0:
             raise EngineGone(f"the engine stayed away for {self._patience_s} s: {cause}")
-        await asyncio.sleep(min(self._backoff_s, left_s))
+        await asyncio.sleep(min(max(self._backoff_s, at_least_s), left_s))
         self._backoff_s = min(2 * self._backoff_s, LONGEST_BACKOFF_S)
         self.away_s += self._clock() - asked_s
