@@ -168,6 +168,10 @@ class SnapshotStore(ABC):
     def head(self) -> int | None:
         return max(self._versions(), default=None)
 
+    def versions(self) -> list[int]:
+        """All of them, ascending."""
+        return sorted(self._versions())
+
     def manifest(self, version: int) -> Snapshot:
         data = self._read(version)
         if data is None:
@@ -260,15 +264,22 @@ def _check_succession(previous: Snapshot, snapshot: Snapshot) -> None:
 class FolderStore(SnapshotStore):
     """Versions in a folder of a local disk, which any number of processes may share."""
 
-    def __init__(self, folder: Path, *, keyframe_every: int = KEYFRAME_EVERY, threads: int = 1) -> None:
+    def __init__(self, folder: Path | str, *, keyframe_every: int = KEYFRAME_EVERY, threads: int = 1) -> None:
         """`threads`: of the codec. Raises `StoreError` for a `keyframe_every` below 1."""
-        self.folder = folder
-        self._manifests = folder / "versions"
+        self.folder = Path(folder)
+        self._manifests = self.folder / "versions"
         self._manifests.mkdir(parents=True, exist_ok=True)
-        super().__init__(FolderBlobs(folder / "blobs"), keyframe_every=keyframe_every, threads=threads)
+        super().__init__(FolderBlobs(self.folder / "blobs"), keyframe_every=keyframe_every, threads=threads)
 
     def __str__(self) -> str:
         return str(self.folder)
+
+    def published_s(self, version: int) -> float:
+        """When a version appeared, in seconds since the epoch. Raises `StoreError` where there is none."""
+        try:
+            return self._path(version).stat().st_mtime
+        except FileNotFoundError:
+            raise StoreError(f"no version {version} in {self}: the newest is {self.head()}") from None
 
     def _path(self, version: int) -> Path:
         return self._manifests / f"{version:08d}.json"

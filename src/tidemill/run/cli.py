@@ -33,6 +33,8 @@ RUN = _argument("run", metavar="DIR", help="a run folder, such as runs/demo")
 JSON = _argument("--json", action="store_true", help="print JSON for scripts")
 PLAIN = _argument("--plain", action="store_true", help="plain lines, also on a terminal")
 TIER = _argument("--tier", default="namespaces", choices=("namespaces", "local"), help="the sandbox tier")
+STORE = _argument("store", metavar="STORE", help="a weight store, such as runs/demo/store")
+THREADS = _argument("--threads", type=int, default=0, help="default: as many as there are cores")
 
 COMMANDS = (
     Command(
@@ -77,6 +79,25 @@ COMMANDS = (
         "tidemill report runs/demo -o report.html",
     ),
     Command(
+        "agent",
+        "agent.command:agent_command",
+        "mend a function of your own with a run's policy, in the harness that it was trained in",
+        (
+            _argument("--repo", metavar="DIR", required=True, help="a folder with a Python package and its tests"),
+            _argument("--run", metavar="DIR", help="the run (default: the one below runs/ that published last)"),
+            _argument("--version", metavar="N", type=int, help="of its policy (default: the newest)"),
+            _argument("--file", metavar="PATH", help="where the fault is (default: where the tests point to)"),
+            _argument("--function", metavar="NAME", help="the function to mend, such as Class.method"),
+            _argument("--test", metavar="TEST_ID", help="a failing test, or the start of its id: only it has to pass"),
+            _argument("--requires", metavar="NAME", action="append", help="a package that the tests need; repeatable"),
+            _argument("--tries", metavar="K", type=int, default=4, help="attempts (default: 4)"),
+            _argument("--seed", type=int, default=0),
+            _argument("--apply", action="store_true", help="write the mended file; else the diff is only printed"),
+            TIER,
+        ),
+        "tidemill agent --repo ./my-repo --run runs/demo --tries 8",
+    ),
+    Command(
         "tasks synth",
         "tasks:synth_command",
         "make tasks from a repository, or from packages by NAME==VERSION, each validated in a sandbox",
@@ -118,6 +139,63 @@ COMMANDS = (
         "tidemill tasks solve tasks/mine mend-0001",
     ),
     Command(
+        "weights diff",
+        "weights:diff_command",
+        "what makes one policy out of another, lossless: two folders of .safetensors files",
+        (
+            _argument("old", metavar="A"),
+            _argument("new", metavar="B"),
+            _argument("-o", "--out", metavar="FILE", required=True),
+            _argument(
+                "--overwrite", action="store_true", help="may be applied twice, or over a half; about twice the size"
+            ),
+            THREADS,
+            JSON,
+        ),
+        "tidemill weights diff policy-6 policy-7 -o 7.delta",
+    ),
+    Command(
+        "weights apply",
+        "weights:apply_command",
+        "the policy that a delta leads to, each tensor verified",
+        (
+            _argument("base", metavar="A"),
+            _argument("delta", metavar="FILE"),
+            _argument("-o", "--out", metavar="B", required=True, help="the folder to write"),
+            THREADS,
+        ),
+        "tidemill weights apply policy-6 7.delta -o policy-7",
+    ),
+    Command(
+        "weights log",
+        "weights:log_command",
+        "the versions of a store: kind, size, steps, times",
+        (
+            STORE,
+            _argument("--moved", action="store_true", help="also the share of weights that moved: reads every version"),
+            JSON,
+        ),
+        "tidemill weights log runs/demo/store",
+    ),
+    Command(
+        "weights verify",
+        "weights:verify_command",
+        "read every version of a store by its chain, and compare every tensor with its hash",
+        (STORE,),
+        "tidemill weights verify runs/demo/store",
+    ),
+    Command(
+        "weights pull",
+        "weights:pull_command",
+        "a version of a store as a Hugging Face folder",
+        (
+            STORE,
+            _argument("version", metavar="VERSION", type=int, nargs="?", help="default: the newest"),
+            _argument("-o", "--out", metavar="DIR", required=True, help="the folder to write"),
+        ),
+        "tidemill weights pull runs/demo/store 7 -o policy-7",
+    ),
+    Command(
         "sandbox run",
         "sandbox:run_command",
         "one command in an episode's sandbox, with its verdict",
@@ -140,7 +218,11 @@ def parser() -> argparse.ArgumentParser:
     groups: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {
         "": root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     }
-    helps = {"tasks": "make, check and show tasks", "sandbox": "the episode's sandbox by hand"}
+    helps = {
+        "tasks": "make, check and show tasks",
+        "sandbox": "the episode's sandbox by hand",
+        "weights": "policies, deltas and stores",
+    }
     for command in COMMANDS:
         group, _, name = command.words.rpartition(" ")
         if group not in groups:
