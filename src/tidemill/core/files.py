@@ -1,12 +1,15 @@
 """Files that stand whole whenever a process is killed, or the disk is full."""
 
 import os
+import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Make or replace a file, durably: the old one or the new one stands, never a part. Readable by its owner alone.
+def write_whole(path: Path, data: bytes, *, like: os.stat_result | None = None) -> None:
+    """Make or replace a file, durably: the old one or the new one stands, never a part. Readable by its owner alone;
+    with `like`, of that mode, and of that owner where this user may say so.
 
     Raises `OSError` (disk full, …) with nothing left behind.
     """
@@ -14,6 +17,10 @@ def write_whole(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            if like is not None:
+                with suppress(PermissionError):
+                    os.fchown(file.fileno(), like.st_uid, like.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(like.st_mode))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -16,7 +16,7 @@ from tidemill.tasks.folder import TaskSet, check_new, load
 from tidemill.tasks.layout import Layout, layout
 from tidemill.tasks.manifest import Manifest, load_manifest
 from tidemill.tasks.materialize import fetch_materials, materialize
-from tidemill.tasks.packages import PackagePin, parse_requirement, read_repository
+from tidemill.tasks.packages import PackagePin, declared_requirements, parse_requirement, read_repository
 from tidemill.tasks.synth import SynthesisConfig, synthesize
 from tidemill.tasks.vault import FolderVault
 
@@ -31,13 +31,19 @@ def read_material(source: str) -> tuple[PackagePin, Layout]:
     folder = Path(source)
     if not folder.exists() and "/" not in source:
         raise UsageError(f"{source!r} is no folder; of a package, give the version too: {source}==VERSION")
+    return read_folder(folder)
+
+
+def read_folder(folder: Path) -> tuple[PackagePin, Layout]:
+    """A repository of the user's own, with what it declares to require. Raises `UsageError`, `TaskError`."""
     files = read_repository(folder)
     whole = hashlib.sha256()
     for path, data in sorted(files.items()):
         whole.update(f"{len(path)} {path} {len(data)} ".encode() + data)
     name = folder.resolve().name
     found = layout(files, str(folder))
-    return PackagePin(name=name, version="local", sha256=whole.hexdigest()), found
+    requires = declared_requirements(files)
+    return PackagePin(name=name, version="local", sha256=whole.hexdigest(), requires=requires), found
 
 
 async def synth(

@@ -11,10 +11,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Literal
+
+from packaging.requirements import InvalidRequirement, Requirement
 
 from tidemill.core.errors import TaskError, UsageError
 from tidemill.core.records import Record
@@ -196,3 +199,16 @@ def read_repository(folder: Path) -> Files:
                 raise TaskError(f"{folder} holds more than {MAX_TOTAL_BYTES >> 20} MiB: give the package's own folder")
             files[path.relative_to(folder).as_posix()] = data
     return files
+
+
+def declared_requirements(files: Files) -> tuple[str, ...]:
+    """Names of the packages that a repository's `pyproject.toml` says it needs here; none where it says nothing.
+
+    Raises `TaskError` where the file cannot be read.
+    """
+    try:
+        project = tomllib.loads(files.get("pyproject.toml", b"").decode()).get("project", {})
+        needed = [Requirement(line) for line in project.get("dependencies", [])]
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, InvalidRequirement, AttributeError, TypeError) as error:
+        raise TaskError(f"pyproject.toml cannot be read: {error}") from error
+    return tuple(sorted({one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})}))

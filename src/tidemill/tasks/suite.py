@@ -34,7 +34,7 @@ class Suite(Record, frozen=True):
 
 async def study(name: str, layout: Layout, tier: SandboxTier, layer: Layer) -> Suite:
     """Raises `TaskError` where no test can be collected, or where too many fail on the healthy package."""
-    probes = [await _run_suite(layout, tier, layer, trace=trace) for trace in (True, True, False, False)]
+    probes = [await run_suite(layout, tier, layer, trace=trace) for trace in (True, True, False, False)]
     _check_health(name, probes[0])
     passing = [{test.id: test for test in probe.tests if test.status == "passed"} for probe in probes]
     tests = {
@@ -54,7 +54,11 @@ async def study(name: str, layout: Layout, tier: SandboxTier, layer: Layer) -> S
     return Suite(tests=tests, calls=calls)
 
 
-async def _run_suite(layout: Layout, tier: SandboxTier, layer: Layer, *, trace: bool) -> SuiteProbe:
+async def run_suite(layout: Layout, tier: SandboxTier, layer: Layer, *, trace: bool) -> SuiteProbe:
+    """All tests of a package, once, in a fresh sandbox; with `trace`, what each of them reaches.
+
+    Raises `TaskError` where the suite does not come to its end.
+    """
     support = support_files(layout)
     files = [path for path in layout.tests if path not in support]
     workspace = tree(dict(layout.sources), dict(layout.data), dict(layout.tests))
