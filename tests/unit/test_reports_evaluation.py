@@ -7,23 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from support.eval_rows import row
 from tidemill.reports.evaluation import (
-    EvalRow,
-    bootstrap_interval,
     by_key,
-    paired_difference,
     pass_at_k,
     read_rows,
     solve_rates,
     summarize,
     table,
 )
-
-
-def row(task: str, sample: int, solved: bool, **other) -> EvalRow:
-    values = {"version": 0, "reward": float(solved), "sampled_tokens": 10, "total_tokens": 50, "turns": 2}
-    values |= {"outcome": "submitted", "episode": "e" * 64} | other
-    return EvalRow(task_id=task, sample=sample, solved=solved, **values)
+from tidemill.reports.resampling import bootstrap_interval, paired_difference
 
 
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_solution() -> None:
@@ -90,6 +83,19 @@ def test_rows_are_read_once_and_a_cut_off_line_is_skipped(tmp_path: Path) -> Non
     path.write_bytes(b"{}\n" + line)
     with pytest.raises(ValueError, match="line 1"):
         read_rows(path)
+
+
+def test_a_fault_that_was_tried_again_gives_way_and_one_that_stands_counts_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    tries = [row("a", 0, False, "env_fault"), row("a", 0, True), row("b", 0, False, "env_fault")]
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in tries))
+    found = read_rows(path)
+    assert [(one.task_id, one.outcome) for one in found] == [("a", "submitted"), ("b", "env_fault")]
+    summary = summarize(found)
+    assert (summary.num_tasks, summary.pass_1) == (1, 1.0)
+    assert summary.outcomes == {"env_fault": 1, "submitted": 1}
+    with pytest.raises(ValueError, match="no rows"):
+        summarize(found[1:])
 
 
 def test_tables_by_package() -> None:

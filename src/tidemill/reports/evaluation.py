@@ -1,7 +1,4 @@
-"""Statistics of an evaluation: pass@1, pass@k, intervals over tasks, paired differences. Pure functions.
-
-Samples of one task are not independent, tasks are: every interval and test here treats the task as the unit.
-"""
+"""Rows of an evaluation, and what they add up to: pass@1, pass@k, costs. Pure functions; intervals: `resampling`."""
 
 import math
 from collections import Counter
@@ -11,9 +8,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from tidemill.core.records import Outcome, Record
+from tidemill.reports.resampling import bootstrap_interval
 
 
 class EvalRow(Record, frozen=True):
@@ -39,8 +36,8 @@ class EvalRow(Record, frozen=True):
 
 def read_rows(path: Path) -> list[EvalRow]:
     """Rows of an `eval.jsonl`; none where there is no file. A last line cut off by a kill is skipped, and a repeated
-    (version, task, sample) counts once: an evaluator that was killed may have written it again.
-    Raises `ValueError` with the line for any other damage."""
+    (version, task, sample) counts once: an evaluator that was killed may have written it again, or tried an `env_fault`
+    again. Raises `ValueError` with the line for any other damage."""
     if not path.exists():
         return []
     rows: dict[tuple[int, str, int], EvalRow] = {}
@@ -49,8 +46,15 @@ def read_rows(path: Path) -> list[EvalRow]:
             row = msgspec.json.decode(line, type=EvalRow)
         except msgspec.DecodeError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-        rows.setdefault((row.version, row.task_id, row.sample), row)
+        known = rows.get((row.version, row.task_id, row.sample))
+        if known is None or known.outcome == "env_fault":
+            rows[row.version, row.task_id, row.sample] = row
     return list(rows.values())
+
+
+def without_faults(rows: Iterable[EvalRow]) -> list[EvalRow]:
+    """Those that say something of the agent."""
+    return [row for row in rows if row.outcome != "env_fault"]
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -69,68 +73,6 @@ def by_task(rows: Iterable[EvalRow], value: Callable[[EvalRow], float]) -> dict[
     for row in rows:
         values.setdefault(row.task_id, []).append(value(row))
     return values
-
-
-def bootstrap_interval(
-    values: Sequence[float], *, seed: int = 0, level: float = 0.95, num_resamples: int = 10_000
-) -> tuple[float, float]:
-    """Percentile interval of the mean over tasks, resampled with replacement (Efron 1979). `values`: one per task."""
-    if not values:
-        raise ValueError("no values to resample: evaluate at least one task")
-    array = np.asarray(values, dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(0, len(array), (num_resamples, len(array)))
-    means = array[draws].mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Of two evaluations on the same tasks."""
-
-    mean: float
-    low: float
-    high: float
-    p_value: float
-    num_tasks: int
-    num_better: int
-    num_worse: int
-
-
-def paired_difference(
-    before: Mapping[str, float], after: Mapping[str, float], *, seed: int = 0, num_resamples: int = 10_000
-) -> Difference:
-    """Mean of `after − before` over their common tasks, its bootstrap interval, and a two-sided sign-flip test.
-
-    The test asks how often random signs give a mean as large: exact where 2^n ≤ `num_resamples`, else with
-    (hits + 1) / (draws + 1), Phipson & Smyth 2010. Raises `ValueError` where no task is common to both.
-    """
-    common = sorted(before.keys() & after.keys())
-    if not common:
-        raise ValueError("the two evaluations have no task in common: evaluate both on the same tasks")
-    gaps = np.array([after[task] - before[task] for task in common])
-    low, high = bootstrap_interval(gaps.tolist(), seed=seed, num_resamples=num_resamples)
-    moved = gaps[gaps != 0]  # a task without a difference has no sign to flip
-    return Difference(
-        mean=float(gaps.mean()),
-        low=low,
-        high=high,
-        p_value=_sign_flip(moved, seed, num_resamples),
-        num_tasks=len(gaps),
-        num_better=int((gaps > 0).sum()),
-        num_worse=int((gaps < 0).sum()),
-    )
-
-
-def _sign_flip(gaps: np.ndarray[tuple[int], np.dtype[np.float64]], seed: int, num_resamples: int) -> float:
-    if not len(gaps):
-        return 1.0
-    observed = abs(gaps.sum()) * (1 - 1e-12)
-    if 2 ** len(gaps) <= num_resamples:
-        bits = (np.arange(2 ** len(gaps))[:, None] >> np.arange(len(gaps))) & 1
-        return float(np.mean(np.abs((1.0 - 2.0 * bits) @ gaps) >= observed))
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], (num_resamples, len(gaps)))
-    return float((np.sum(np.abs(signs @ gaps) >= observed) + 1) / (num_resamples + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +95,9 @@ class Summary:
 
 
 def summarize(rows: Sequence[EvalRow], *, ks: Sequence[int] = (1, 2, 4, 8, 16), seed: int = 0) -> Summary:
-    """Raises `ValueError` for no rows."""
+    """`env_fault`s are told among the outcomes, and count nowhere else. Raises `ValueError` for no other rows."""
+    outcomes = Counter(row.outcome for row in rows)
+    rows = without_faults(rows)
     if not rows:
         raise ValueError("no rows to summarize: the evaluation is empty")
     solved = by_task(rows, lambda row: float(row.solved))
@@ -172,7 +116,7 @@ def summarize(rows: Sequence[EvalRow], *, ks: Sequence[int] = (1, 2, 4, 8, 16), 
         reward=sum(row.reward for row in rows) / len(rows),
         sampled_tokens=sum(row.sampled_tokens for row in rows) / len(rows),
         turns=sum(row.turns for row in rows) / len(rows),
-        outcomes=dict(sorted(Counter(row.outcome for row in rows).items())),
+        outcomes=dict(sorted(outcomes.items())),
     )
 
 
@@ -184,7 +128,7 @@ def by_key(rows: Sequence[EvalRow], key: Callable[[EvalRow], K]) -> dict[K, Summ
     parts: dict[K, list[EvalRow]] = {}
     for row in rows:
         parts.setdefault(key(row), []).append(row)
-    return {name: summarize(part) for name, part in parts.items()}
+    return {name: summarize(part) for name, part in parts.items() if without_faults(part)}
 
 
 def solve_rates(rows: Iterable[EvalRow]) -> dict[str, float]:
@@ -201,5 +145,10 @@ def table(summaries: Mapping[str, Summary], heading: str) -> list[str]:
         best = [f"{s.best_of[k]:.3f}" if k in s.best_of else "–" for k in ks]
         costs = [f"{s.reward:.3f}", f"{s.sampled_tokens:.0f}", f"{s.turns:.1f}"]
         cells.append([name, str(s.num_tasks), f"{s.pass_1:.3f}", f"{s.low:.3f}–{s.high:.3f}", *best, *costs])
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return columns(cells)
+
+
+def columns(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines of plain text; all rows have as many cells."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -8,6 +8,7 @@ from tidemill.core.journal import AttemptRow
 from tidemill.reports import evaluation as stats
 from tidemill.reports.audit import AuditReport
 from tidemill.reports.charts import Lane, Point, Series, bars, line_chart, number, timeline
+from tidemill.reports.resampling import paired_difference
 from tidemill.reports.rundata import RunData
 
 SERVICES = ("coordinator", "worker", "engine", "learner", "evaluator")
@@ -63,7 +64,7 @@ def summary_line(data: RunData) -> str:
     first, last = min(by_version), max(by_version)
     before, after = by_version[first], by_version[last]
     rows = data.evaluations
-    gap = stats.paired_difference(
+    gap = paired_difference(
         stats.solve_rates(row for row in rows if row.version == first),
         stats.solve_rates(row for row in rows if row.version == last),
     )
