@@ -81,7 +81,9 @@ class _Sink(Protocol):
     def write(self, data: bytes, /) -> object: ...
 
 
-def diff(old: Tensors, new: Tensors, *, mode: Mode = "differential", threads: int = 1) -> bytes:
+def diff(
+    old: Tensors, new: Tensors, *, mode: Mode = "differential", threads: int = 1, compile_loops: bool | None = None
+) -> bytes:
     """The delta from `old` to `new`.
 
     mode: `differential` is the smallest, and applies to `old` alone; `overwrite` also applies to `new`, and to anything
@@ -89,7 +91,7 @@ def diff(old: Tensors, new: Tensors, *, mode: Mode = "differential", threads: in
     Raises `DeltaError` for a dtype that the codec does not know.
     """
     sink = BytesIO()
-    for _ in diff_stream(old, new, sink, mode=mode, threads=threads):
+    for _ in diff_stream(old, new, sink, mode=mode, threads=threads, compile_loops=compile_loops):
         pass
     return sink.getvalue()
 
