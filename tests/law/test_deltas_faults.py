@@ -52,7 +52,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def payloads(folder: Path) -> list[Path]:
-    return sorted(path for path in (folder / "blobs").rglob("*") if path.is_file())
+    return sorted(path for path in (folder / "blobs").rglob("[!.]*") if path.is_file())
 
 
 def manifests(folder: Path) -> list[Path]:
