@@ -4,9 +4,11 @@
     python benchmarks/deltas.py sizes /tmp/steps/1e-06/0007 /tmp/steps/1e-06/0008 …
     python benchmarks/deltas.py speed /tmp/steps/3e-06/0007 /tmp/steps/3e-06/0008
     python benchmarks/deltas.py chain --rate 3e-6 --num-steps 200 --store /tmp/chain
+    python benchmarks/deltas.py wait --rate 3e-6 --num-steps 10 --store /tmp/wait
 
 `sizes` compares codings on the same snapshots. `speed` gives rates of one core beside memcpy's and zstd's in the same
-run: a busy machine slows all of them. `chain` trains, publishes every step and follows it.
+run: a busy machine slows all of them. `chain` trains, publishes every step and follows it. `wait` says how long a
+learner waits for a background publisher.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from policy_steps import Snapshot, read_snapshot, steps
 from tidemill.core.records import Array
 from tidemill.core.seams import Weights
 from tidemill.deltas.codec import apply, diff
+from tidemill.deltas.publisher import Publisher
 from tidemill.deltas.store import FolderStore
 from tidemill.deltas.words import Tensor
 
@@ -153,11 +156,7 @@ def chain(rate: float, num_steps: int, folder: Path, *, length: int) -> None:
     wrong = 0
     rows = []
     for step, snapshot in steps(rate, num_steps, rows=1, length=length):
-        weights = Weights(
-            config={"model": "SmolLM2-135M"},
-            tokenizer={},
-            tensors={name: Array.of(words, "uint16") for name, words in snapshot.items()},
-        )
+        weights = _weights(snapshot)
         start = time.perf_counter()
         manifest = publisher.publish(
             weights, version=step, batch=f"{step}" if step else None, step=step, run_id="chain"
@@ -182,6 +181,35 @@ def chain(rate: float, num_steps: int, folder: Path, *, length: int) -> None:
                       "mean_delta_bytes": float(np.mean(deltas))}))  # fmt: skip
 
 
+def wait(rate: float, num_steps: int, folder: Path, *, length: int) -> None:
+    """How long the learner is held up by handing over its weights, and what becomes of them."""
+    publisher = Publisher(FolderStore(folder), run_id="wait")
+    held_s, step_s = [], []
+    start = time.perf_counter()
+    for step, snapshot in steps(rate, num_steps, rows=2, length=length):
+        offered = time.perf_counter()
+        publisher.offer(_weights(snapshot), step=step)
+        now = time.perf_counter()
+        if step:
+            held_s.append(now - offered)
+            step_s.append(now - start)
+        start = now
+    publisher.close()
+    print(json.dumps({
+        "steps": num_steps,
+        "step_s": float(np.mean(step_s)),
+        "held_s": float(np.mean(held_s)),
+        "held_share": float(np.sum(held_s) / np.sum(step_s)),
+        "published": publisher.num_published,
+        "skipped": publisher.num_skipped,
+    }))  # fmt: skip
+
+
+def _weights(snapshot: Snapshot) -> Weights:
+    tensors = {name: Array(data=words.tobytes(), dtype="uint16", shape=words.shape) for name, words in snapshot.items()}
+    return Weights(config={"model": "SmolLM2-135M"}, tokenizer={}, tensors=tensors)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = parser.add_subparsers(dest="what", required=True)
@@ -190,16 +218,19 @@ def main() -> None:
     part = parts.add_parser("speed")
     part.add_argument("before", type=Path)
     part.add_argument("after", type=Path)
-    part = parts.add_parser("chain")
-    part.add_argument("--rate", type=float, default=3e-6)
-    part.add_argument("--num-steps", type=int, default=200)
-    part.add_argument("--length", type=int, default=96, help="tokens in a step")
-    part.add_argument("--store", type=Path, required=True)
+    for name in ("chain", "wait"):
+        part = parts.add_parser(name)
+        part.add_argument("--rate", type=float, default=3e-6)
+        part.add_argument("--num-steps", type=int, default=200)
+        part.add_argument("--length", type=int, default=96, help="tokens in a row")
+        part.add_argument("--store", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.what == "sizes":
         sizes(list(zip(arguments.folders[::2], arguments.folders[1::2], strict=True)))
     elif arguments.what == "speed":
         speed(arguments.before, arguments.after)
+    elif arguments.what == "wait":
+        wait(arguments.rate, arguments.num_steps, arguments.store, length=arguments.length)
     else:
         chain(arguments.rate, arguments.num_steps, arguments.store, length=arguments.length)
 

@@ -32,36 +32,28 @@ def class_counts(old: Words, shift: int, mask: int) -> I64:
 
 
 @njit(nogil=True, cache=True)
-def position_gaps(old: Words, shift: int, group: U8, invert: NDArray[np.bool_], moved: I64, num_items: I64) -> I64:
+def ranks(old: Words, shift: int, group: U8, moved: I64) -> I64:
     mask = group.size - 1
-    since = np.zeros(256, np.int64)
-    inverted = np.zeros(256, np.bool_)
-    inverted[: invert.size] = invert
-    slot = np.zeros(256, np.int64)
-    slot[1 : num_items.size] = np.cumsum(num_items)[:-1]
-    gaps = np.empty(num_items.sum(), np.int64)
-    upcoming = 0
-    next_moved = moved[0] if moved.size else -1
-    for i in range(old.size):
-        g = group[(old[i] >> shift) & mask]
-        is_item = inverted[g]
-        if i == next_moved:
-            is_item = not is_item
-            upcoming += 1
-            next_moved = moved[upcoming] if upcoming < moved.size else -1
-        if is_item:
-            gaps[slot[g]] = since[g]
-            slot[g] += 1
-            since[g] = 0
-        else:
-            since[g] += 1
-    return gaps
+    seen = np.zeros(256, np.int32)
+    found = np.empty(moved.size, np.int64)
+    start = 0
+    for m in range(moved.size):
+        end = moved[m]
+        for i in range(start, end):
+            seen[group[(old[i] >> shift) & mask]] += 1
+        g = group[(old[end] >> shift) & mask]
+        found[m] = seen[g]
+        seen[g] += 1
+        start = end + 1
+    return found
 
 
 @njit(nogil=True, cache=True)
 def _positions(old: Words, shift: int, group: U8, invert: NDArray[np.bool_], gaps: I64, num_items: I64) -> I64:
     mask = group.size - 1
-    ahead = np.full(256, FAR, np.int64)
+    # Weights to pass before the next one that moved. In inverted groups it stays 0: each weight is looked at closely.
+    ahead = np.full(256, 0x7FFFFFFF, np.int32)
+    passing = np.zeros(256, np.int64)
     inverted = np.zeros(256, np.bool_)
     inverted[: invert.size] = invert
     slot = np.zeros(256, np.int64)
@@ -71,26 +63,37 @@ def _positions(old: Words, shift: int, group: U8, invert: NDArray[np.bool_], gap
         slot[g] = total
         total += num_items[g]
         end[g] = total
-        if num_items[g] > 0:
-            ahead[g] = gaps[slot[g]]
-    found = np.empty(old.size, np.int64)
+        gap = gaps[slot[g]] if num_items[g] > 0 else FAR
+        if inverted[g]:
+            ahead[g] = 0
+            passing[g] = gap
+        else:
+            ahead[g] = min(gap, 0x7FFFFFFF)
+    found = np.empty(old.size, np.int32)
     num = 0
     for i in range(old.size):
         g = group[(old[i] >> shift) & mask]
-        left = ahead[g] - 1
-        ahead[g] = left
-        is_moved = inverted[g]
-        if left < 0:
-            is_moved = not is_moved
+        left = ahead[g]
+        if left > 0:
+            ahead[g] = left - 1
+            continue
+        if inverted[g]:
+            passing[g] -= 1
+            is_moved = passing[g] >= 0
+            if not is_moved:
+                slot[g] += 1
+                passing[g] = gaps[slot[g]] if slot[g] < end[g] else FAR
+        else:
+            is_moved = True
             slot[g] += 1
-            ahead[g] = gaps[slot[g]] if slot[g] < end[g] else FAR
+            ahead[g] = min(gaps[slot[g]] if slot[g] < end[g] else FAR, 0x7FFFFFFF)
         if is_moved:
             found[num] = i
             num += 1
     for g in range(num_items.size):
         if slot[g] != end[g]:
             return np.full(1, -1, np.int64)
-    return found[:num].copy()
+    return found[:num].astype(np.int64)
 
 
 def positions(old: Words, shift: int, group: U8, invert: NDArray[np.bool_], gaps: I64, num_items: I64) -> I64:

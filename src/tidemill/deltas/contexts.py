@@ -71,13 +71,16 @@ def _span(counts: NDArray[np.int64]) -> range:
 
 
 def _bernoulli(num: int, ones: int) -> float:
-    return entropy([ones, num - ones])
+    return _weight(num) - _weight(ones) - _weight(num - ones)
 
 
 def entropy(counts: list[int]) -> float:
     """Bits of that many symbols of each kind, by their own frequencies."""
-    total = sum(counts)
-    return sum(count * log2(total / count) for count in counts if count)
+    return _weight(sum(counts)) - sum([_weight(count) for count in counts])
+
+
+def _weight(count: int) -> float:
+    return count * log2(count) if count > 1 else 0.0
 
 
 def _value_bits(counts: list[int]) -> float:

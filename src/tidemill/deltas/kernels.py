@@ -14,7 +14,7 @@ class Kernels:
     """The functions of `plain`, each from there or from `compiled`."""
 
     class_counts: Callable[..., Any]
-    position_gaps: Callable[..., Any]
+    ranks: Callable[..., Any]
     positions: Callable[..., Any]
     quotients: Callable[..., Any]
     fields: Callable[..., Any]

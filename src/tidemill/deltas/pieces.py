@@ -71,7 +71,7 @@ def overwrite_piece(old: Words | None, new: Words) -> tuple[Coding, bytes]:
         index = np.flatnonzero(old != new)
         if index.size < DENSE_SHARE * new.size:
             writer = RunWriter()
-            writer.put_gaps(np.diff(index, prepend=-1) - 1, invert=False)
+            writer.put_items(index, invert=False)
             return Coding.PLACES, bytes(writer.head) + writer.streams() + _planes(new[index])
     return Coding.WHOLE, _planes(new)
 

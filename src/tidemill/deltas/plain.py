@@ -21,24 +21,23 @@ def class_counts(old: Words, shift: int, mask: int) -> I64:
     return np.bincount(_classes(old, shift, mask), minlength=mask + 1)
 
 
-def position_gaps(old: Words, shift: int, group: U8, invert: NDArray[np.bool_], moved: I64, num_items: I64) -> I64:
-    """For each group, one after the other: how many weights of the group lie before each item, since the last item.
-
-    An item is a weight that moved, or, in an inverted group, one that did not. `moved` are indices, ascending;
-    `num_items` is the number of items of each group. Returns int64 [sum of num_items].
-    """
+def ranks(old: Words, shift: int, group: U8, moved: I64) -> I64:
+    """How many weights of its own group lie before each of the weights `moved` (indices, ascending), int64 [moved]."""
     groups = group[_classes(old, shift, group.size - 1)]
-    is_moved = np.zeros(old.size, np.bool_)
-    is_moved[moved] = True
-    gaps = [np.zeros(0, np.int64)]
-    for number in range(num_items.size):
-        in_group = is_moved[groups == number]
-        gaps.append(np.diff(np.flatnonzero(in_group != invert[number]), prepend=-1) - 1)
-    return np.concatenate(gaps)
+    of_moved = groups[moved]
+    found = np.empty(moved.size, np.int64)
+    for number in np.unique(of_moved):
+        members = of_moved == number
+        found[members] = np.cumsum(groups == number)[moved[members]] - 1
+    return found
 
 
 def positions(old: Words, shift: int, group: U8, invert: NDArray[np.bool_], gaps: I64, num_items: I64) -> I64:
-    """The inverse of `position_gaps`: indices that moved, ascending. Raises `DeltaError` for gaps that lead outside."""
+    """Indices of the weights that moved, ascending, from the gaps between items within each group.
+
+    `gaps` holds `num_items[g]` of them for each group g. An item is a weight that moved, or, in an inverted group, one
+    that did not. Raises `DeltaError` for gaps that lead outside.
+    """
     groups = group[_classes(old, shift, group.size - 1)]
     found = [np.zeros(0, np.int64)]
     start = 0

@@ -32,7 +32,10 @@ class RunWriter:
     _remainders: list[I64] = field(default_factory=list)
     _widths: list[I64] = field(default_factory=list)
 
-    def put_gaps(self, gaps: I64, invert: bool) -> None:
+    def put_items(self, items: I64, invert: bool) -> None:
+        """`items`: where the ones lie (the zeros, where inverted), ascending."""
+        gaps = items.copy()
+        gaps[1:] -= items[:-1] + 1
         shift = best_shift(gaps)
         self.head.append(shift | (_INVERT if invert else 0))
         self.head += varint(gaps.size)
@@ -43,7 +46,7 @@ class RunWriter:
 
     def put_bits(self, bits: NDArray[np.bool_]) -> None:
         invert = 2 * int(np.count_nonzero(bits)) > bits.size
-        self.put_gaps(np.diff(np.flatnonzero(bits != invert), prepend=-1) - 1, invert)
+        self.put_items(np.flatnonzero(bits != invert), invert)
 
     def streams(self) -> bytes:
         """varint length of the quotients, quotients, remainders."""
@@ -88,7 +91,7 @@ def best_shift(gaps: I64) -> int:
     """The Rice parameter that is best for geometric gaps of this mean (Kiely, IPN Progress Report 42-159, 2004)."""
     if gaps.size == 0:
         return 0
-    mean = float(gaps.mean())
+    mean = int(gaps.sum()) / gaps.size
     if mean < 0.7:
         return 0
     return min(max(1 + floor(log2(log(_GOLDEN) / log(mean / (mean + 1)))), 0), MAX_SHIFT)

@@ -133,15 +133,19 @@ def encode(old: Words, found: Moves, place: Place) -> bytes:
 
 
 def _write_positions(writer: RunWriter, old: Words, found: Moves, group: U8, place: Place) -> None:
-    num_groups = int(group[group != contexts.NO_GROUP].max()) + 1
     member = group != contexts.NO_GROUP
-    weights = np.bincount(group[member], weights=found.num[member], minlength=num_groups).astype(np.int64)
-    moved = np.bincount(group[found.classes], minlength=num_groups)
-    invert = 2 * moved > weights
-    num_items = np.where(invert, weights - moved, moved)
-    gaps = place.loops.position_gaps(old, place.kind.exponent_shift, group, invert, found.index, num_items)
-    for part, inverted in zip(np.split(gaps, np.cumsum(num_items)[:-1]), invert.tolist(), strict=True):
-        writer.put_gaps(part, inverted)
+    weights = np.bincount(group[member], weights=found.num[member]).astype(np.int64)
+    ranks = place.loops.ranks(old, place.kind.exponent_shift, group, found.index)
+    groups = group[found.classes]
+    order = np.argsort(groups, kind="stable")
+    moved = np.bincount(groups, minlength=weights.size)
+    for num, part in zip(weights.tolist(), np.split(ranks[order], np.cumsum(moved)[:-1]), strict=True):
+        if 2 * part.size > num:
+            still = np.ones(num, np.bool_)
+            still[part] = False
+            writer.put_items(np.flatnonzero(still), invert=True)
+        else:
+            writer.put_items(part, invert=False)
 
 
 def _write_values(
