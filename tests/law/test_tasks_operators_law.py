@@ -1,13 +1,15 @@
 """A mutation changes one span, parses, gives another syntax tree, and its inverse gives the source back."""
 
 import ast
+import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.core.errors import TaskError
 from tidemill.core.records import encode
+from tidemill.tasks.inverse import UNGUESSABLE, inverses
 from tidemill.tasks.operators import apply, inverse, sites
 from tidemill.tasks.spans import functions, same_tree
 
@@ -63,6 +65,33 @@ def test_mutations_are_local_and_can_be_undone(source: str) -> None:
         assert mutation.line == source[: mutation.start].count("\n") + 1
         assert not same_tree(source, mutant)
         assert apply(mutant, inverse(mutation)) == source
+
+
+@settings(max_examples=10, deadline=None)
+@given(sources(), st.randoms(use_true_random=False))
+def test_what_a_fault_can_have_been_is_all_found_and_nothing_else(source: str, rng: random.Random) -> None:
+    faults = [fault for fault in sites(source) if fault.operator not in UNGUESSABLE]
+    (span,) = functions(source)
+    for fault in rng.sample(faults, min(2, len(faults))):
+        faulty = apply(source, fault)
+        found = inverses(faulty, span.start_line, span.end_line)
+        assert source in found
+        assert len(set(found)) == len(found) and faulty not in found
+        for version in rng.sample(found, min(5, len(found))):
+            assert faulty in [apply(version, back) for back in sites(version)]
+
+
+def test_guesses_stay_inside_the_window() -> None:
+    source = "def f(a):\n    return a < 1\n\n\ndef g(b):\n    return b < 2\n"
+    found = inverses(source, 1, 2)
+    assert "def f(a):\n    return a <= 1\n\n\ndef g(b):\n    return b < 2\n" in found
+    assert all(version.endswith("def g(b):\n    return b < 2\n") for version in found)
+
+
+def test_half_a_function_can_be_guessed_at_too() -> None:
+    source = "def f(a):\n    if a:\n        return a < 1\n    return a\n"
+    found = inverses(source, 3, 4)
+    assert source.replace("a < 1", "a <= 1") in found and all(version[:20] == source[:20] for version in found)
 
 
 @given(sources())

@@ -7,7 +7,7 @@ import pytest
 
 from support.mend_task import FAULTY, GOLD, PATH, World, mend_world, tree
 from tidemill.core.records import Attempt, Episode
-from tidemill.episodes.demonstrations import Demonstrator, NoOp, swapped_word
+from tidemill.episodes.demonstrations import Demonstrator, NoOp, swapped_word, swapped_words
 from tidemill.episodes.generation import Sampling
 from tidemill.episodes.grading import Grader
 from tidemill.episodes.harness import run_episode
@@ -148,3 +148,11 @@ def test_guesses_stay_in_the_window_and_mostly_parse() -> None:
     assert sum(syntax_error(guess) is None for guess in made) > len(made) / 2
     assert swapped_word("\n\n", 1, 2, random.Random(0)) is None
     assert tree(ranges=GOLD).files[0].path == PATH
+
+
+def test_all_words_that_can_be_swapped_are_those_that_are_drawn() -> None:
+    every = swapped_words(FAULTY, 4, 10)
+    assert len(set(every)) == len(every) and FAULTY not in every and GOLD in every
+    drawn = {swapped_word(FAULTY, 4, 10, random.Random(seed)) for seed in range(2000)} - {None}
+    assert drawn <= set(every)
+    assert len(drawn) > 0.8 * len(every)

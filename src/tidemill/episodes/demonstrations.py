@@ -4,7 +4,8 @@ They act through the same tools and the same harness as the policy (`episodes.sc
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 from tidemill.core.errors import TaskError
@@ -168,27 +169,57 @@ _SWAPS: dict[str, tuple[str, ...]] = {
 
 def swapped_word(source: str, first_line: int, last_line: int, rng: random.Random) -> str | None:
     """One operator, keyword, number or name of the window replaced by a near one: what a guess looks like."""
-    lines = source.split("\n")
-    shown = range(first_line - 1, min(last_line, len(lines)))
-    names = sorted({piece for index in shown for piece in pieces(lines[index]) if piece.isidentifier()} - _SWAPS.keys())
-    places = [
-        (index, number, word)
-        for index in shown
-        for number, piece in enumerate(pieces(lines[index]))
-        if (word := piece.strip()) in _SWAPS or word.isdecimal() or word in names
-    ]
+    places = _places(source, first_line, last_line)
     if not places:
         return None
-    index, number, word = rng.choice(places)
-    if word in _SWAPS:
-        new = rng.choice(_SWAPS[word])
-    elif word.isdecimal():
-        new = str(max(0, int(word) + rng.choice((-1, 1))))
-    else:
-        new = rng.choice(names)
-    if new == word:
-        return None
-    cut = pieces(lines[index])
-    cut[number] = cut[number].replace(word, new, 1)
-    lines[index] = "".join(cut)
+    place = rng.choice(places)
+    new = rng.choice(place.near)
+    return None if new == place.word else _swapped(source, place, new)
+
+
+def swapped_words(source: str, first_line: int, last_line: int) -> list[str]:
+    """All that `swapped_word` can give, each once, in order of place."""
+    found = [
+        _swapped(source, place, new)
+        for place in _places(source, first_line, last_line)
+        for new in place.near
+        if new != place.word
+    ]
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A word of the window, and what could stand there."""
+
+    line: int
+    """Its index."""
+    number: int
+    """Of the piece in it."""
+    word: str
+    near: Sequence[str]
+
+
+def _places(source: str, first_line: int, last_line: int) -> list[_Place]:
+    lines = source.split("\n")
+    shown = {index: pieces(lines[index]) for index in range(first_line - 1, min(last_line, len(lines)))}
+    names = sorted({piece for cut in shown.values() for piece in cut if piece.isidentifier()} - _SWAPS.keys())
+    places = []
+    for index, cut in shown.items():
+        for number, piece in enumerate(cut):
+            word = piece.strip()
+            if word in _SWAPS:
+                places.append(_Place(index, number, word, _SWAPS[word]))
+            elif word.isdecimal():
+                places.append(_Place(index, number, word, [str(max(0, int(word) + step)) for step in (-1, 1)]))
+            elif word in names:
+                places.append(_Place(index, number, word, names))
+    return places
+
+
+def _swapped(source: str, place: _Place, new: str) -> str:
+    lines = source.split("\n")
+    cut = pieces(lines[place.line])
+    cut[place.number] = cut[place.number].replace(place.word, new, 1)
+    lines[place.line] = "".join(cut)
     return "\n".join(lines)

@@ -163,7 +163,9 @@ _ARITHMETIC: dict[type[ast.operator], tuple[str, tuple[str, ...]]] = {
     ast.BitOr: ("|", ("&",)),
     ast.BitXor: ("^", ("&",)),
 }
-_CALLS: dict[str, str] = {
+MAX_SPAN_CHARS = 60
+"""Of what a fault replaces."""
+CALLS: dict[str, str] = {
     "min": "max",
     "max": "min",
     "any": "all",
@@ -302,8 +304,8 @@ def _call(text: Text, function: FunctionNode) -> Iterator[_Edit]:
         if isinstance(name, ast.Name | ast.Attribute):
             word = name.id if isinstance(name, ast.Name) else name.attr
             end = text.span(name)[1]
-            if word in _CALLS and text.source[end - len(word) : end] == word:
-                yield _Edit("swapped_call", end - len(word), end, _CALLS[word], name.lineno)
+            if word in CALLS and text.source[end - len(word) : end] == word:
+                yield _Edit("swapped_call", end - len(word), end, CALLS[word], name.lineno)
         for left, right in zip(node.args[:-1], node.args[1:], strict=True):
             if isinstance(left, ast.Starred) or isinstance(right, ast.Starred):
                 continue
@@ -368,7 +370,7 @@ def _blocks(function: FunctionNode) -> Iterator[list[ast.stmt]]:
 def _one_line(text: Text, operator: str, span: tuple[int, int], new: str, near: int) -> Iterator[_Edit]:
     """Spans of one line and moderate length only: a repair must fit one edit."""
     old = text.source[span[0] : span[1]]
-    if "\n" not in old and len(old) <= 60:
+    if "\n" not in old and len(old) <= MAX_SPAN_CHARS:
         yield _Edit(operator, *span, new, near)
 
 
