@@ -124,7 +124,7 @@ def task_of(found: Diagnosis, suspect: Suspect) -> BuiltTask:
     """The task to mend one function, its workspace, and the verifier of its own tests."""
     source = found.layout.sources[suspect.path]
     module = module_name(suspect.path)
-    shown = shown_checks(sorted(suspect.failing, key=lambda id_: (len(found.reached[id_]), id_))[:MAX_WATCHING])
+    shown = shown_checks(_watching(found, suspect))
     mark = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:6]
     task = mend_task(
         f"{module}.{suspect.qualname}-{mark}",
@@ -174,6 +174,14 @@ async def broken_by(found: Diagnosis, path: str, text: str, tier: SandboxTier) -
         if not broken:
             break
     return broken, num_passing
+
+
+def _watching(found: Diagnosis, suspect: Suspect) -> list[str]:
+    """The failing ones of the tests that reach the least beside the function, which synthesis would have taken."""
+    ids = sorted((*suspect.failing, *suspect.passing), key=lambda id_: (len(found.reached[id_]), id_))
+    broken = set(suspect.failing)
+    near = [id_ for id_ in ids[:MAX_WATCHING] if id_ in broken]
+    return near or [id_ for id_ in ids if id_ in broken][:MAX_WATCHING]
 
 
 def _is_function(layout: Layout, path: str, qualname: str) -> bool:
