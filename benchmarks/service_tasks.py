@@ -1,5 +1,5 @@
 """Does `tidemill agent` ask the policy what training asked? Faults of the shipped task set, put back into their whole
-packages and diagnosed from nothing but the packages' tests; the tasks that come out are compared with those of training.
+packages and diagnosed from the packages' tests alone; the tasks that come out are compared with those of training.
 
     .venv/bin/python benchmarks/service_tasks.py [TASKS_PER_PACKAGE]
 """
