@@ -4,8 +4,9 @@
     for version in follow("runs/weights"):                          # an engine, anywhere
         model.load_state_dict(version.tensors_as_torch())
 
-Masters may be float32: what is published is their bfloat16 image, rounded to nearest even, and what a follower gets is
-that image bit for bit. An engine that computes in another dtype widens or rounds it by itself.
+A store is a folder, or a URL such as `s3://bucket/prefix`. Masters may be float32: what is published is their bfloat16
+image, rounded to nearest even, and what a follower gets is that image bit for bit. An engine that computes in another
+dtype widens or rounds it by itself.
 """
 
 import threading
@@ -21,7 +22,8 @@ from tidemill.core.errors import BlobError, StoreError
 from tidemill.core.records import Array, Snapshot
 from tidemill.core.seams import Weights, bfloat16_bits
 from tidemill.deltas.codec import apply, diff
-from tidemill.deltas.store import FolderStore, SnapshotStore
+from tidemill.deltas.remote import open_store
+from tidemill.deltas.store import SnapshotStore
 
 __all__ = ["Version", "apply", "diff", "follow", "publish", "pull"]
 
@@ -58,7 +60,7 @@ def publish(
     Keep the store object between calls: it holds the base of the next delta. Raises `StoreError` for another model or
     dtype, `VersionTaken` where another trainer publishes to the same store.
     """
-    opened = open_store(store)
+    opened = store if isinstance(store, SnapshotStore) else open_store(store)
     head = opened.head()
     version = 0 if head is None else head + 1
     return opened.publish(
@@ -72,7 +74,7 @@ def pull(store: str | Path | SnapshotStore, version: int | None = None) -> Versi
 
     Raises `StoreError` where there is none, or where it is damaged.
     """
-    opened = open_store(store)
+    opened = store if isinstance(store, SnapshotStore) else open_store(store)
     wanted = opened.head() if version is None else version
     if wanted is None:
         raise StoreError(f"{opened} holds no version yet: publish one first")
@@ -92,7 +94,7 @@ def follow(
     What cannot be read is told to `on_fault`, once, and asked for again: the caller goes on with what it has. Ends when
     `stop` is set.
     """
-    opened = open_store(store)
+    opened = store if isinstance(store, SnapshotStore) else open_store(store)
     stop = stop or threading.Event()
     told = ""
     while not stop.is_set():
@@ -108,11 +110,6 @@ def follow(
                 on_fault(error)
             told = str(error)
         stop.wait(poll_s)
-
-
-def open_store(store: str | Path | SnapshotStore) -> SnapshotStore:
-    """A store by its folder."""
-    return store if isinstance(store, SnapshotStore) else FolderStore(Path(store))
 
 
 def weights_of(tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Weights:

@@ -17,6 +17,7 @@ from tidemill.core.errors import BlobError, StoreError, UsageError
 from tidemill.core.seams import Weights
 from tidemill.deltas.codec import Mode, apply_stream, diff_stream, read_header
 from tidemill.deltas.folders import SafetensorsFolder, write_folder
+from tidemill.deltas.remote import ObjectStore, open_store
 from tidemill.deltas.store import FolderStore
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ def log_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(store: FolderStore, *, moved: bool) -> Iterator[dict[str, Any]]:
+def _rows(store: FolderStore | ObjectStore, *, moved: bool) -> Iterator[dict[str, Any]]:
     keyframe_bytes: int | None = None
     last_s: float | None = None
     before: Weights | None = None
@@ -128,10 +129,10 @@ def pull_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _store(path: str) -> FolderStore:
-    if not (Path(path) / "versions").is_dir():
+def _store(path: str) -> FolderStore | ObjectStore:
+    if "://" not in path and not (Path(path) / "versions").is_dir():
         raise UsageError(f"{path} is no weight store: give a folder that holds versions/, such as runs/demo/store")
-    return FolderStore(Path(path))
+    return open_store(path)
 
 
 def _threads(arguments: argparse.Namespace) -> int:
