@@ -98,6 +98,46 @@ COMMANDS = (
         "tidemill agent --repo ./my-repo --run runs/demo --tries 8",
     ),
     Command(
+        "eval",
+        "evaluation.command:eval_command",
+        "examine a checkpoint, a model behind an API, or a scripted agent, on tasks in the harness of training",
+        (
+            _argument(
+                "--checkpoint", metavar="RUN[@VERSION]", help="a run folder; its newest version, or the one given"
+            ),
+            _argument("--endpoint", metavar="URL", help="base of an OpenAI-compatible API with tools"),
+            _argument(
+                "--agent",
+                choices=("oracle", "noop", "blind", "inverse"),
+                help="a scripted one: who knows, who does nothing, who guesses, who guesses as the task maker plants",
+            ),
+            _argument(
+                "--tasks", metavar="TASKS", help="a manifest or a task set folder (default: of the checkpoint's run)"
+            ),
+            _argument("--split", default="heldout", choices=("dev", "heldout", "train")),
+            _argument("--num", type=int, metavar="N", help="so many tasks (default: all of the split)"),
+            _argument("--samples", type=int, default=1, metavar="S", help="attempts at each task"),
+            _argument(
+                "--temperature", type=float, metavar="T", help="0: greedy (default: the recipe's; 1 for an endpoint)"
+            ),
+            _argument(
+                "--max-window-lines", type=int, metavar="N", help="leave longer tasks out (default: the recipe's)"
+            ),
+            _argument("--seed", type=int, help="draws the tasks (default: the recipe's, else 0)"),
+            _argument("--slots", type=int, default=8, metavar="N", help="attempts at once"),
+            _argument("--model", metavar="NAME", help="which model of the endpoint (default: its only one)"),
+            _argument("--api-key-env", metavar="VAR", help="environment variable that holds the endpoint's key"),
+            _argument(
+                "--max-sampled-tokens", type=int, default=4096, metavar="N", help="of one attempt, of an endpoint's own"
+            ),
+            _argument("--wall-s", type=float, metavar="S", help="of one attempt of an endpoint (default: the task's)"),
+            _argument("--out", metavar="FILE", help="a row per attempt; an existing one goes on (default: in evals/)"),
+            _argument("--against", metavar="FILE", help="compare with the rows of another evaluation, task by task"),
+            TIER,
+        ),
+        "tidemill eval --checkpoint runs/demo@0 --samples 8 --out evals/before.jsonl",
+    ),
+    Command(
         "tasks synth",
         "tasks:synth_command",
         "make tasks from a repository, or from packages by NAME==VERSION, each validated in a sandbox",

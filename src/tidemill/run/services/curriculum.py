@@ -7,10 +7,19 @@ from tidemill.core.records import Split, Task
 from tidemill.run.config import Recipe
 
 
-def _shuffled(tasks: Iterable[Task], split: Split, recipe: Recipe, purpose: str) -> list[str]:
-    names = sorted(task.id for task in tasks if task.split == split and _num_lines(task) <= recipe.max_window_lines)
-    random.Random(f"{recipe.seed}/{purpose}").shuffle(names)
+def chosen(tasks: Iterable[Task], split: Split, *, max_window_lines: int | None, seed: int, purpose: str) -> list[str]:
+    """All tasks of a split that are short enough (None: all), in the order in which they are taken for a purpose."""
+    names = sorted(
+        task.id
+        for task in tasks
+        if task.split == split and (max_window_lines is None or _num_lines(task) <= max_window_lines)
+    )
+    random.Random(f"{seed}/{purpose}").shuffle(names)
     return names
+
+
+def _shuffled(tasks: Iterable[Task], split: Split, recipe: Recipe, purpose: str) -> list[str]:
+    return chosen(tasks, split, max_window_lines=recipe.max_window_lines, seed=recipe.seed, purpose=purpose)
 
 
 def _num_lines(task: Task) -> int:

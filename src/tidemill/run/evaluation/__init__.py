@@ -1,0 +1,1 @@
+"""`tidemill eval`: any agent, on any task set, in the harness of training."""

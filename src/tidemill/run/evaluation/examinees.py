@@ -1,0 +1,147 @@
+"""From the command line to a player: a checkpoint in an engine of our own, a scripted agent, an endpoint."""
+
+import argparse
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidemill.core.errors import StoreError, UsageError
+from tidemill.core.seams import Environment
+from tidemill.deltas.store import FolderStore
+from tidemill.episodes.chat_client import ChatClient
+from tidemill.run.evaluation.players import ChatPlayer, Player, PolicyPlayer, ScriptedPlayer
+from tidemill.run.evaluation.results import About
+from tidemill.run.folder import RunFolder
+from tidemill.run.services.context import saved_recipe
+from tidemill.tasks.commands import window
+from tidemill.tasks.folder import TaskSet
+from tidemill.text.tokenizer import Tokenizer
+
+AGENT_VOCABULARY = 2048
+"""Of the tokenizer in which a scripted agent speaks: about that of a small policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examinee:
+    """Who is examined, and how the rest is chosen where the command line leaves it open."""
+
+    name: str
+    player: Player
+    about: About
+    seed: int = 0
+    max_window_lines: int | None = None
+    environments: Mapping[str, Callable[[], Environment]] = field(default_factory=dict)
+
+
+def examinee(arguments: argparse.Namespace, tasks: TaskSet) -> AbstractAsyncContextManager[Examinee]:
+    """To be entered inside the event loop that plays. Raises `UsageError`, `EngineError`, `StoreError`."""
+    if arguments.checkpoint is not None:
+        return _checkpoint(arguments)
+    if arguments.endpoint is not None:
+        return _endpoint(arguments)
+    return _agent(arguments, tasks)
+
+
+def run_and_version(checkpoint: str) -> tuple[RunFolder, int | None]:
+    """`RUN_DIR` or `RUN_DIR@VERSION`. Raises `RunFolderError` where there is no run."""
+    path, _, version = checkpoint.rpartition("@")
+    if not (path and version.isdigit()):
+        path, version = checkpoint, ""
+    folder = RunFolder(Path(path))
+    folder.info()
+    return folder, int(version) if version else None
+
+
+@asynccontextmanager
+async def _checkpoint(arguments: argparse.Namespace) -> AsyncIterator[Examinee]:
+    folder, wanted = run_and_version(arguments.checkpoint)
+    recipe = saved_recipe(folder)
+    store = FolderStore(folder.store)
+    head = store.head()
+    if head is None:
+        raise UsageError(f"{folder.path} has published no version yet: wait for version 0, or give another run")
+    version = head if wanted is None else wanted
+    if not 0 <= version <= head:
+        raise UsageError(f"{folder.path} has no version {version}: give {folder.path.name}@0 to @{head}")
+    try:
+        weights = store.load(version)
+        tokenizer = Tokenizer.from_files(weights.tokenizer)
+    except (StoreError, ValueError) as error:
+        raise UsageError(f"version {version} of {folder.path} cannot be used: {error}") from error
+    import torch
+
+    from tidemill.engines.batcher import EngineConfig
+    from tidemill.engines.embedded import EmbeddedEngine
+
+    torch.set_num_threads(1)  # small policies are slower with more: see docs/log.md
+    deaths: list[BaseException] = []
+    loop, me = asyncio.get_running_loop(), asyncio.current_task()
+    assert me is not None
+
+    def died(error: BaseException) -> None:
+        deaths.append(error)
+        loop.call_soon_threadsafe(me.cancel)
+
+    config = EngineConfig(name="evaluation", num_slots=arguments.slots, context_tokens=recipe.policy.max_context_tokens)
+    engine = EmbeddedEngine(config, on_death=died)
+    temperature = recipe.rl.temperature if arguments.temperature is None else arguments.temperature
+    try:
+        engine.swap(version, weights)
+        yield Examinee(
+            name=f"{folder.path.name}@{version}",
+            player=PolicyPlayer(engine, tokenizer, recipe, version=version, temperature=temperature),
+            about={"run_id": folder.info().run_id, "version": version, "temperature": temperature},
+            seed=recipe.seed,
+            max_window_lines=recipe.max_window_lines,
+            environments=recipe.environments,
+        )
+    except asyncio.CancelledError:
+        if deaths:
+            raise deaths[0] from None
+        raise
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def _endpoint(arguments: argparse.Namespace) -> AsyncIterator[Examinee]:
+    key = None
+    if arguments.api_key_env is not None:
+        key = os.environ.get(arguments.api_key_env)
+        if not key:
+            raise UsageError(f"--api-key-env names {arguments.api_key_env}, which is not set: export it first")
+    temperature = 1.0 if arguments.temperature is None else arguments.temperature
+    client = ChatClient(arguments.endpoint, model=arguments.model or "", api_key=key)
+    try:
+        if not client.model:
+            served = await client.models()
+            if len(served) != 1:
+                raise UsageError(f"{client.endpoint} serves {', '.join(served[:8]) or 'nothing'}: choose with --model")
+            client.model = served[0]
+        yield Examinee(
+            name=client.model,
+            player=ChatPlayer(
+                client,
+                temperature=temperature,
+                max_sampled_tokens=arguments.max_sampled_tokens,
+                wall_s=arguments.wall_s,
+            ),
+            about={
+                "endpoint": client.endpoint,
+                "temperature": temperature,
+                "max_sampled_tokens": arguments.max_sampled_tokens,
+                "wall_s": arguments.wall_s,
+            },
+        )
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def _agent(arguments: argparse.Namespace, tasks: TaskSet) -> AsyncIterator[Examinee]:
+    texts = ["\n".join(window(tasks, task)) for task in tasks.tasks if "last_line" in task.data]
+    tokenizer = await asyncio.to_thread(Tokenizer.train, texts, AGENT_VOCABULARY)
+    yield Examinee(name=arguments.agent, player=ScriptedPlayer(arguments.agent, tokenizer), about={})

@@ -1,0 +1,63 @@
+"""Where episodes are played: a task set, its hidden verifiers, sandboxes that were tried, and the environments."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from tidemill.core.errors import SandboxUnavailable, UsageError
+from tidemill.core.records import Task
+from tidemill.core.seams import Environment, SandboxTier
+from tidemill.episodes.grading import Grader
+from tidemill.episodes.mend import MendEnvironment
+from tidemill.sandboxes.selftest import run as selftest
+from tidemill.tasks.folder import TaskSet, load
+from tidemill.tasks.vault import FolderVault
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    tasks: TaskSet
+    vault: FolderVault
+    tier: SandboxTier
+    environments: Mapping[str, Callable[[], Environment]]
+
+    def environment(self, task: Task) -> Environment:
+        """A fresh one, for one attempt. Raises `UsageError` where the task wants one that nobody has named."""
+        if task.environment not in self.environments:
+            raise UsageError(f"task {task.id} wants environment {task.environment!r}: name it in the recipe")
+        return self.environments[task.environment]()
+
+    def tier_of(self, task: Task) -> str:
+        return self.tier.tier if task.layer is not None else "none"
+
+
+async def open_workshop(
+    folder: Path,
+    tier: SandboxTier,
+    environments: Mapping[str, Callable[[], Environment]],
+    *,
+    keeps_verdicts: bool,
+) -> Workshop:
+    """Over the task set in `folder`; `environments` stand beside the built-in `mend`.
+
+    keeps_verdicts: the same patch of the same task is judged once, and the same edit is tested once. Raises
+    `SandboxUnavailable` where the sandbox does not hold.
+    """
+    tasks = load(folder)
+    if tier.tier != "local":
+        probes = await selftest(tier, next(iter(tasks.layers.values()), None))
+        failed = [probe for probe in probes if not probe.held]
+        if failed:
+            raise SandboxUnavailable(
+                f"the sandbox does not hold: {failed[0].name}: {failed[0].detail} (tidemill doctor --sandbox)"
+            )
+    vault = FolderVault(folder / "vault")
+    grader = Grader(tier, vault, tasks.blobs, tasks.layers, num_kept=4096 if keeps_verdicts else 0)
+    failures: dict[str, str] | None = {} if keeps_verdicts else None
+
+    def mend() -> Environment:
+        return MendEnvironment(tier, blobs=tasks.blobs, layers=tasks.layers, grader=grader, failures=failures)
+
+    return Workshop(tasks=tasks, vault=vault, tier=tier, environments={"mend": mend, **environments})
