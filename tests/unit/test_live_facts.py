@@ -84,6 +84,17 @@ def test_a_resumed_learner_takes_its_rewards_back(run: Path) -> None:
     assert follower.look(now_s=END_S).rewards == (before[0], 0.5)
 
 
+def test_the_end_is_reckoned_from_steps_of_the_same_stage(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "store" / "versions" / "00000003.json").unlink()
+    log = MetricsLog(run / "metrics.jsonl")
+    for step in range(1, 9):
+        log.write({"stage": "sft", "step": step, "stage_step": float(step), "time_s": END_S - 8 + step, "nll": 1.0})
+    log.close()
+    with owned(run):
+        assert look(run).stage == "rl" and look(run).eta_s is None
+
+
 def test_a_killed_service_is_a_fault_and_a_stopped_one_is_none(run: Path) -> None:
     follower = Follower(run, run_id="synthetic-0")
     assert follower.look(now_s=END_S).fault is None
@@ -104,6 +115,7 @@ def test_a_run_says_that_it_is_stopping_and_why_it_halted(run: Path) -> None:
     log.close()
     with owned(run):
         assert look(run).state == "stopping"
+        assert Follower(run, run_id="synthetic-0").look(now_s=END_S, is_over=True).state == "finished"
     with sqlite3.connect(run / "journal.sqlite") as db:
         db.execute("INSERT INTO meta VALUES ('halted', 'the gradient is not finite')")
     facts = look(run)

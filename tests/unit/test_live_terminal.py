@@ -111,7 +111,7 @@ def test_ctrl_c_stops_the_run_and_gives_the_terminal_back(terminal: Callable[...
     os.write(here.master, b"\x03")
     assert here.ended() == 130
     here.assert_sane()
-    assert b"stopped" in here.last_words()
+    assert here.last_words().count(b"stopped") == 2, "in the last view, and in the last line"
     assert all(procfs.read_process(pid) is None for pid in pids)
 
 

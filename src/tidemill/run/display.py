@@ -44,8 +44,16 @@ def display(folder: RunFolder, recipe: Recipe, say: Progress, *, plain: bool) ->
         return
     totals = {"cpt": recipe.pretraining.num_steps, "sft": recipe.demonstrations.num_steps, "rl": recipe.rl.num_updates}
     follower = Follower(folder.path, run_id=folder.info().run_id, totals=totals)
-    with LiveView(lambda width: screen(follower.look(), width=width, now_s=time.time()), say) as view:
-        yield view.tick
+    is_over = False
+
+    def look(width: int) -> RenderableType:
+        return screen(follower.look(is_over=is_over), width=width, now_s=time.time())
+
+    with LiveView(look, say) as view:
+        try:
+            yield view.tick
+        finally:
+            is_over = folder.owner() == os.getpid()
 
 
 @final

@@ -85,23 +85,29 @@ class Follower:
         self._times_s: deque[float] = deque(maxlen=NUM_INTERVALS + 1)
         self._used: dict[str, deque[tuple[float, float]]] = {}
         self._solved: dict[tuple[int, str, int], bool] = {}
+        self._started_s: float | None = None
         self._news: Event | None = None
         self._fault: Event | None = None
         self._supervisor: Event | None = None
 
-    def look(self, *, now_s: float | None = None) -> Facts:
-        """Raises `RunFolderError` where the journal is none, or of another version."""
+    def look(self, *, now_s: float | None = None, is_over: bool = False) -> Facts:
+        """`is_over`: its owner, who still holds the folder, has ended it.
+
+        Raises `RunFolderError` where the journal is none, or of another version.
+        """
         clock_s = time.time() if now_s is None else now_s
         self._read_metrics()
         self._read_samples()
         self._read_evaluations()
         self._read_events()
+        elapsed_s = self._elapsed_s(clock_s)
+        window_s = min(RATE_S, max(elapsed_s or RATE_S, 1.0))
         version, counts = newest_version(self._folder), None
         if (self._folder / "journal.sqlite").is_file():
-            counts = read_counts(self._folder / "journal.sqlite", head=version, since_s=clock_s - RATE_S)
+            counts = read_counts(self._folder / "journal.sqlite", head=version, since_s=clock_s - window_s)
         stage, done, total = self._place(version, counts)
         cause = self._cause(counts)
-        state = self._state(version, counts, cause)
+        state = self._state(version, counts, cause, is_over)
         is_going = state in ("running", "stopping")
         return Facts(
             run_id=self._run_id,
@@ -110,12 +116,12 @@ class Follower:
             stage=stage,
             done=done,
             total=total,
-            elapsed_s=self._elapsed_s(clock_s),
-            eta_s=self._eta_s(done, total, clock_s) if state == "running" else None,
+            elapsed_s=elapsed_s,
+            eta_s=self._eta_s(stage, done, total, clock_s) if state == "running" else None,
             rewards=tuple(self._rewards),
             last=self._row,
             counts=counts,
-            rollout_tokens_per_s=counts.recent_tokens / RATE_S if counts is not None and is_going else None,
+            rollout_tokens_per_s=counts.recent_tokens / window_s if counts is not None and is_going else None,
             cores=self._cores(clock_s) if is_going else {},
             evaluations=self._shares(),
             news=self._news,
@@ -197,8 +203,8 @@ class Follower:
         path = self._folder / "halted"
         return path.read_text(errors="replace").strip() if path.exists() else ""
 
-    def _state(self, version: int, counts: JournalCounts | None, cause: str) -> State:
-        if is_running(self._folder):
+    def _state(self, version: int, counts: JournalCounts | None, cause: str, is_over: bool) -> State:
+        if not is_over and is_running(self._folder):
             if not any((self._folder / "services").glob("*.json")):
                 return "preparing"
             return "stopping" if self._supervisor is not None and self._supervisor.what == "stopping" else "running"
@@ -212,11 +218,13 @@ class Follower:
             info = _decoded(path.read_bytes(), dict[str, float | str | None]) if path.exists() else None
             if info is not None and info.get("starts") == 1:
                 starts.append(float(info.get("started_s") or clock_s))
-        return max(0.0, clock_s - min(starts)) if starts else None
+        if starts:
+            self._started_s = min(starts)
+        return None if self._started_s is None else max(0.0, clock_s - self._started_s)
 
-    def _eta_s(self, done: int, total: int | None, clock_s: float) -> float | None:
+    def _eta_s(self, stage: Stage, done: int, total: int | None, clock_s: float) -> float | None:
         times = list(self._times_s)
-        if total is None or done >= total or len(times) < 3:
+        if total is None or done >= total or len(times) < 3 or self._row.get("stage") != stage:
             return None
         step_s = statistics.median(after - before for before, after in itertools.pairwise(times))
         return max(0.0, step_s * (total - done) - min(step_s, clock_s - times[-1]))
