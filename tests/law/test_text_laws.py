@@ -33,7 +33,7 @@ code_line = st.lists(
 @cache
 def tokenizer() -> Tokenizer:
     texts = [f"{number}|    if x{number} <= len(self.foo) and not done:\n" * 3 for number in range(40)]
-    return Tokenizer.train(texts, 400)
+    return Tokenizer.train(texts, 464)
 
 
 @given(any_text)

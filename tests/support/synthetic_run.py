@@ -100,7 +100,7 @@ def synthetic_run(
 def _open(folder: Path, num_updates: int, group_size: int, seed: int, shuffled: bool) -> _World:
     folder.mkdir(parents=True)
     everything = scripts()
-    tokenizer = Tokenizer.train([script.statement for script in everything] * 3, 448)
+    tokenizer = Tokenizer.train([script.statement for script in everything] * 3, 512)
     identity = Identity(
         run_id=f"synthetic-{seed}",
         recipe="r" * 64,

@@ -51,7 +51,7 @@ def demonstrated(world: World, policy: Policy, tokenizer: Tokenizer, seed: int =
                 ),
                 environment=MendEnvironment(tier, blobs=world.blobs, layers=world.layers, grader=grader),
                 renderer=renderer,
-                engine=ScriptedEngine(spoken(policy, renderer, tokenizer.decode)),
+                engine=ScriptedEngine(spoken(policy, renderer)),
                 sampling=Sampling(),
                 sandbox_tier="local",
             )
@@ -81,7 +81,7 @@ def test_no_op_submits_at_once_and_earns_nothing(tokenizer: Tokenizer) -> None:
     assert calls(episode) == ["submit"] and episode.reward == 0.0
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_demonstrator_that_errs_first_persists_until_it_passes(tokenizer: Tokenizer, seed: int) -> None:
     world = here(max_steps=12)
     policy = Demonstrator(world.task, world.repository, world.hidden, gold_probability=0.0, seed=seed)

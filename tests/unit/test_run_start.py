@@ -49,7 +49,7 @@ def folder(path: Path) -> RunFolder:
 def published(path: Path) -> tuple[RunFolder, Weights]:
     """A run with a version 0 and a corpus."""
     other = folder(path)
-    tokenizer = Tokenizer.train(["def f(x): return x + 1"] * 3, 448)
+    tokenizer = Tokenizer.train(["def f(x): return x + 1"] * 3, 512)
     weights = weights_of(init_model(model_config(POLICY, tokenizer.vocab_size), 3), tokenizer.files())
     FolderStore(other.store).publish(weights, version=0, batch=None, step=9, run_id="other")
     corpus_file(other).write_bytes(b"corpus")

@@ -70,7 +70,7 @@ def test_a_repeated_call_id_is_an_error() -> None:
 
 
 def test_compact_faults() -> None:
-    tokenizer = Tokenizer.train(["edit read"], 400)
+    tokenizer = Tokenizer.train(["edit read"], 464)
     renderer = CompactRenderer(tokenizer)
     arg, end, obs = tokenizer.special(ARG), tokenizer.special(END), tokenizer.special(OBS)
     name = tokenizer.encode("read")
@@ -89,6 +89,6 @@ def test_compact_faults() -> None:
 
 
 def test_several_calls_cannot_be_said_in_the_compact_grammar() -> None:
-    renderer = CompactRenderer(Tokenizer.train(["edit read"], 400))
+    renderer = CompactRenderer(Tokenizer.train(["edit read"], 464))
     with pytest.raises(ValueError, match="one call per turn"):
         renderer.say([])

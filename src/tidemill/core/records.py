@@ -207,6 +207,8 @@ class Segment(Record, frozen=True):
     opened_by: Literal["start", "compaction"]
     closing_ids: Array
     """int32 [C]: ids that entered the segment after its last generation (a final observation); may be empty."""
+    glossary: tuple[str, ...] = ()
+    """The words that the tokenizer's name tokens stand for in this segment, in order of their ids."""
 
 
 class EpisodeEvent(Record, frozen=True):

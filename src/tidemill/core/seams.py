@@ -281,10 +281,15 @@ class Turn(Record, frozen=True):
 
 
 class Renderer(Protocol):
-    """Between messages and token ids. Every method returns ids to append: nothing is ever rendered again."""
+    """Between messages and token ids, for one episode. What it returns is appended: nothing is ever rendered again."""
 
     name: str
     stop_ids: list[int]
+
+    @property
+    def glossary(self) -> tuple[str, ...]:
+        """The words that name tokens stand for since `open`; empty where a tokenizer has none."""
+        ...
 
     def open(self, tools: Sequence[ToolSpec], text: str) -> list[int]:
         """Ids that open a segment, up to where the policy speaks."""
@@ -300,6 +305,10 @@ class Renderer(Protocol):
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], turn: int) -> Turn:
         """Never raises: what cannot be parsed becomes an error for the policy to see."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text for people."""
         ...
 
 

@@ -88,6 +88,7 @@ class Conduct(ABC):
         self.environment = environment
         self.config = config or HarnessConfig()
         self.clock = clock
+        self.glossary: tuple[str, ...] = ()
         self.steps: list[Step] = []
         self.events: list[EpisodeEvent] = []
         self.timings_s: dict[str, float] = {}
@@ -213,7 +214,12 @@ class Conduct(ABC):
         return {"steps": float(len(self.steps)), "malformed_calls": float(self.num_malformed)}
 
     def episode(self, outcome: Outcome, score: Score, renderer: str, sandbox_tier: str) -> Episode:
-        segment = Segment(steps=tuple(self.steps), opened_by="start", closing_ids=Array.of([], "int32"))
+        segment = Segment(
+            steps=tuple(self.steps),
+            opened_by="start",
+            closing_ids=Array.of([], "int32"),
+            glossary=self.glossary,
+        )
         return Episode(
             attempt_id=self.attempt.id,
             group_id=self.attempt.group_id,

@@ -91,6 +91,7 @@ class _Run(Conduct):
 
     async def play(self, text: str) -> Outcome:
         self.append(self.renderer.open(self.environment.tools, text))
+        self.glossary = self.renderer.glossary
         if self.num_left() <= 0:
             raise Fault(
                 f"the task opens with {len(self.ledger)} tokens of {self.task.limits.max_context_tokens}: "

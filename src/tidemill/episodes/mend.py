@@ -152,7 +152,8 @@ class MendEnvironment:
         first_line, self._num_lines = first_window(task)
         self._start = first_line - 1
         failure = str(task.data.get("failure", "")) or await self._checked()
-        return f"{task.statement}\n{self._path}\n{self._window()}\n{self._placed(failure)}"
+        head = task.statement if self._path in task.statement else f"{task.statement}\n{self._path}"
+        return f"{head}\n{self._window()}\n{self._placed(failure)}"
 
     async def call(self, call: ToolCall) -> Feedback:
         match call.name:

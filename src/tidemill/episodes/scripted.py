@@ -25,13 +25,16 @@ class Policy(Protocol):
         ...
 
 
-def spoken(policy: Policy, renderer: Renderer, decode: Callable[[Sequence[int]], str]) -> Script:
-    """A script that shows a policy what is new in the prompt, and says its call in the renderer's grammar."""
+def spoken(policy: Policy, renderer: Renderer) -> Script:
+    """A script that shows a policy what is new in the prompt, and says its call in the renderer's grammar.
+
+    `renderer`: the one of the episode, which has opened it.
+    """
     seen = 0
 
     def script(prompt_ids: list[int]) -> list[int]:
         nonlocal seen
-        text = decode(prompt_ids[seen:])
+        text = renderer.decode(prompt_ids[seen:])
         for token in SPECIAL_TOKENS:
             text = text.replace(token, "")
         said = renderer.say([policy.act(text)])

@@ -11,6 +11,7 @@ from tidemill.core.errors import BlobError
 from tidemill.core.journal import AttemptRow
 from tidemill.core.records import Episode, Step
 from tidemill.reports.rundata import RunData
+from tidemill.text.glossary import Glossary
 from tidemill.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 MAX_CHARACTERS = 6000
@@ -113,7 +114,7 @@ def _card(
         + "."
     )
     turns = "".join(_turn(index, step, tokenizer) for index, step in enumerate(steps))
-    opening = _shown(steps[0], tokenizer)
+    opening = _shown(steps[0], episode.segments[0].glossary, tokenizer)
     summary = f"<summary><strong>{escape(title)}</strong>{badge}{outcome}</summary>"
     return (
         f'<details class="episode"{" open" if is_open else ""}>{summary}'
@@ -123,11 +124,11 @@ def _card(
     )
 
 
-def _shown(step: Step, tokenizer: Tokenizer | None) -> str:
+def _shown(step: Step, glossary: Sequence[str], tokenizer: Tokenizer | None) -> str:
     ids = step.generation.prompt_ids.numpy().tolist()
     if tokenizer is None:
         return f"({len(ids)} tokens; the run's tokenizer is not there to decode them)"
-    text = tokenizer.decode(ids)
+    text = Glossary(tokenizer, glossary).decode(ids)
     for token in SPECIAL_TOKENS:
         text = text.replace(token, "")
     return text.strip("\n")

@@ -38,6 +38,8 @@ class PolicyConfig:
     expert_size: int = 320
     """Width of one expert's SwiGLU."""
     max_context_tokens: int = 1536
+    rope_theta: float = 1000.0
+    """Base of the rotary positions. Attention that copies forms sooner with a small one; contexts are short."""
 
     def __post_init__(self) -> None:
         _positive(self, *(field.name for field in dataclasses.fields(self)))
@@ -57,11 +59,13 @@ class PretrainingConfig:
     """Continued pre-training on real code: reading it, and mending faults planted in it."""
 
     num_steps: int
+    num_copying_steps: int = 0
+    """Of `num_steps`, the first ones, on random tokens that come twice: see `run.pretraining`."""
     tokens_per_step: int = 2048
     peak_lr: float = 2e-3
     code_weight: float = 0.2
     """Loss weight of a token of code, where one of the repair has 1."""
-    max_functions: int = 6000
+    max_functions: int = 30_000
     num_threads: int = 1
     """More than one pays for larger policies only: see docs/log.md."""
 
@@ -69,6 +73,8 @@ class PretrainingConfig:
         _positive(self, "tokens_per_step", "peak_lr", "max_functions", "num_threads")
         if self.code_weight < 0 or self.tokens_per_step < 2:
             raise UsageError(f"code_weight {self.code_weight} must be 0 or more, tokens_per_step at least 2")
+        if not 0 <= self.num_copying_steps <= max(self.num_steps, 0):
+            raise UsageError(f"num_copying_steps is {self.num_copying_steps}: between 0 and num_steps")
         if self.num_steps < 0:
             raise UsageError(f"num_steps is {self.num_steps}: 0 (none) or more")
 

@@ -4,7 +4,7 @@ No test is run and no task is made; any function of any file serves, by the thou
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tidemill.core.errors import TaskError
@@ -25,19 +25,24 @@ class Repair:
     """(line from 1, old, new)"""
 
 
-def repairs(
-    functions: Iterable[CodeFunction], *, per_function: int, seed: int, max_faults: int = 1
-) -> Iterator[Repair]:
-    """Up to `per_function` faulty versions of each function, drawn from `seed`, each with 1 to `max_faults` faults on
-    different lines: several give more to learn per token that is read."""
+RARE = {"removed_line": 0.3, "swapped_branches": 0.5, "swapped_arguments": 0.7}
+"""How much rarer than others an operator is drawn whose repair is long, and hard to tell from what surrounds it."""
+
+
+def repairs(functions: Sequence[CodeFunction], *, seed: int, max_faults: int = 1, passes: int = 1) -> Iterator[Repair]:
+    """A faulty version of each function, `passes` times with other faults, each with 1 to `max_faults` of them on
+    different lines: several give more to learn per token that is read.
+
+    Operators are drawn by the root of their number of places, so that frequent ones (wrong names) leave room.
+    """
     rng = random.Random(seed)
-    for function in functions:
-        try:
-            found = sites(function.source, verify=False)
-        except TaskError:
-            continue
-        for first in rng.sample(found, min(per_function, len(found))):
-            chosen = _on_other_lines(first, found, rng.randint(1, max_faults), rng)
+    for _ in range(passes):
+        for function in functions:
+            try:
+                found = sites(function.source, verify=False)
+            except TaskError:
+                continue
+            chosen = _faults(found, rng.randint(1, max_faults), rng)
             faulty = function.source
             for mutation in sorted(chosen, key=lambda mutation: -mutation.start):
                 faulty = apply(faulty, mutation)
@@ -52,14 +57,23 @@ def repairs(
                 yield Repair(path=function.path, name=function.name, faulty=faulty, edits=tuple(edits))
 
 
-def _on_other_lines(first: Mutation, found: Sequence[Mutation], num: int, rng: random.Random) -> list[Mutation]:
-    """`first` and up to `num` − 1 more that leave the number of lines as it is."""
-    chosen = [first]
-    if "\n" in first.old + first.new:
-        return chosen
-    for mutation in rng.sample(found, len(found)):
+def _faults(found: Sequence[Mutation], num: int, rng: random.Random) -> list[Mutation]:
+    """Up to `num` mutations on different lines; one alone where it changes the number of lines."""
+    places: dict[str, list[Mutation]] = {}
+    for mutation in found:
+        places.setdefault(mutation.operator, []).append(mutation)
+    if not places:
+        return []
+    operators = sorted(places)
+    weights = [RARE.get(operator, 1.0) * len(places[operator]) ** 0.5 for operator in operators]
+    chosen: list[Mutation] = []
+    for operator in rng.choices(operators, weights, k=3 * num):
+        mutation = rng.choice(places[operator])
+        changes_lines = "\n" in mutation.old + mutation.new
+        if not chosen and changes_lines:
+            return [mutation]
+        if not changes_lines and mutation.line not in {other.line for other in chosen}:
+            chosen.append(mutation)
         if len(chosen) == num:
             break
-        if mutation.line not in {other.line for other in chosen} and "\n" not in mutation.old + mutation.new:
-            chosen.append(mutation)
     return chosen

@@ -3,7 +3,8 @@
     <|task|> text <|call|> edit<|arg|>12<|arg|>old<|arg|>new<|end|> <|obs|> text <|call|> submit<|end|>
 
 The policy samples from behind `<|call|>` to `<|end|>`, the stop token: one call per turn, arguments in the order of the
-tool's parameters. Tools are not described: a policy of this size learns them from demonstrations.
+tool's parameters. Tools are not described: a policy of this size learns them from demonstrations. Long names are single
+tokens (`text.glossary`).
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import final
 from tidemill.core.records import Observation, ToolCall
 from tidemill.core.seams import ToolSpec, Turn
 from tidemill.text.calls import fault, positional_call, without_duplicates
+from tidemill.text.glossary import Glossary
 from tidemill.text.tokenizer import ARG, CALL, END, OBS, TASK, Tokenizer
 
 CUT_MARK = "\n...\n"
@@ -19,9 +21,9 @@ CUT_MARK = "\n...\n"
 
 @final
 class CompactRenderer:
-    """`core.seams.Renderer` over a `Tokenizer`."""
+    """`core.seams.Renderer` over a `Tokenizer`, for one episode: it remembers the names of the text that it opened."""
 
-    name = "compact-1"
+    name = "compact-2"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -29,31 +31,40 @@ class CompactRenderer:
         self._call, self._arg = tokenizer.special(CALL), tokenizer.special(ARG)
         self._end = tokenizer.special(END)
         self._mark = tokenizer.encode(CUT_MARK)
+        self._glossary = Glossary(tokenizer)
         self.stop_ids = [self._end]
 
+    @property
+    def glossary(self) -> tuple[str, ...]:
+        return self._glossary.words
+
     def open(self, tools: Sequence[ToolSpec], text: str) -> list[int]:
-        return [self._task, *self._tokenizer.encode(text), self._call]
+        self._glossary = Glossary.of(self._tokenizer, text)
+        return [self._task, *self._glossary.encode(text), self._call]
 
     def observe(self, observations: Sequence[Observation], max_tokens: int) -> list[int]:
         """Each text has at most `max_tokens` ids: a longer one is cut in the middle, with a marker."""
         ids: list[int] = []
         for observation in observations:
-            ids += [self._obs, *self._cut(self._tokenizer.encode(observation.text), max_tokens)]
+            ids += [self._obs, *self._cut(self._glossary.encode(observation.text), max_tokens)]
         return [*ids, self._call]
 
     def say(self, calls: Sequence[ToolCall]) -> list[int]:
         """Raises `ValueError` for any number of calls but one: the grammar has no word for it."""
         if len(calls) != 1:
             raise ValueError(f"the compact grammar says one call per turn, not {len(calls)}")
-        ids = self._tokenizer.encode(calls[0].name)
+        ids = self._glossary.encode(calls[0].name)
         for value in calls[0].arguments.values():
-            ids += [self._arg, *self._tokenizer.encode(str(value))]
+            ids += [self._arg, *self._glossary.encode(str(value))]
         return [*ids, self._end]
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], turn: int) -> Turn:
         result = self._parse(token_ids, tools, f"call-{turn}")
         calls, errors = without_duplicates([result])
-        return Turn(text=self._tokenizer.decode(token_ids), calls=calls, errors=errors)
+        return Turn(text=self.decode(token_ids), calls=calls, errors=errors)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._glossary.decode(token_ids)
 
     def _parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], call_id: str) -> ToolCall | Observation:
         if not token_ids:
@@ -71,7 +82,7 @@ class CompactRenderer:
         values = []
         for ids in fields:
             try:
-                values.append(self._tokenizer.decode_bytes(ids).decode("utf-8"))
+                values.append(self._glossary.decode_bytes(ids).decode("utf-8"))
             except ValueError:  # UnicodeDecodeError is one
                 return fault(call_id, "malformed", "the call is no text")
         return positional_call(call_id, values[0], values[1:], tools)

@@ -18,6 +18,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 TASK, OBS, CALL, ARG, END, PAD = "<|task|>", "<|obs|>", "<|call|>", "<|arg|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, TASK, OBS, CALL, ARG, END)
 """In order of id, from 0."""
+NUM_NAMES = 48
+NAME_TOKENS = [f"<|name{number}|>" for number in range(NUM_NAMES)]
+"""Behind the special tokens: each stands for one word of the text at hand, as `text.glossary` says."""
 
 _KEYWORDS = (
     "and|as|assert|break|class|continue|def|del|elif|else|except|finally|for|from|if|import|in|is|lambda|not|or|pass"
@@ -28,6 +31,7 @@ PIECES = (
     r"|(?<=[0-9])\|"  # between a line's number and its text
     r"| {2,}"  # indentation
     rf"| ?\b(?:{_KEYWORDS})\b(?: (?=\S))?"
+    r"|(?<=[^\W\d]) [^\W\d]+"  # a word of prose behind another one
     r"|[^\W\d]+"  # names and words
     r"| ?[^\s\w]+(?: (?=\S))?"  # operators and punctuation
     r"|\n+|\s|\w"
@@ -35,7 +39,7 @@ PIECES = (
 """The pieces that merges never cross; read alike by `re` and by the library's own engine."""
 
 _NUM_BYTES = 256
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_PIECES_KEPT = 100_000
 _TWO_DIGITS = [f"{tens}{ones}" for tens in "0123456789" for ones in "0123456789"]
 
 
@@ -53,19 +57,24 @@ class Tokenizer:
             raise ValueError(f"tokenizer without {missing}: train it with Tokenizer.train, or use another renderer")
         self._specials = {token: vocabulary[token] for token in SPECIAL_TOKENS}
         self.special_ids = frozenset(self._specials.values())
+        self.name_ids = [vocabulary[token] for token in NAME_TOKENS if token in vocabulary]
+        """Ids that stand for words; none in a tokenizer that was made without them."""
         to_byte = _byte_of_character()
+        reserved = {*self._specials, *NAME_TOKENS}
         self._bytes: dict[int, bytes] = {
-            id_: token.encode() if token in self._specials else bytes(to_byte[character] for character in token)
+            id_: token.encode() if token in reserved else bytes(to_byte[character] for character in token)
             for token, id_ in vocabulary.items()
         }
-        self._byte_ids = {piece[0]: id_ for id_, piece in self._bytes.items() if len(piece) == 1}
+        self._of_byte = {byte: character for character, byte in to_byte.items()}
+        self._pieces: dict[str, list[int]] = {}
         self.vocab_size = max(vocabulary.values()) + 1
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Learn merges from `texts`; the same texts give the same tokenizer. The vocabulary has at most
-        `vocab_size` entries: special tokens, bytes, numbers, then merges while the texts bring any."""
-        fixed = len(SPECIAL_TOKENS) + _NUM_BYTES + len(_TWO_DIGITS)
+        `vocab_size` entries: special tokens, names, bytes, numbers, then merges while the texts bring any."""
+        reserved = [*SPECIAL_TOKENS, *NAME_TOKENS]
+        fixed = len(reserved) + _NUM_BYTES + len(_TWO_DIGITS)
         if vocab_size < fixed:
             raise ValueError(f"vocab_size {vocab_size} is too small: at least {fixed} for bytes, numbers and specials")
         learner = tokenizers.Tokenizer(models.BPE())
@@ -73,13 +82,11 @@ class Tokenizer:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         learner.train_from_iterator(
             texts,
-            trainers.BpeTrainer(
-                vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
-            ),
+            trainers.BpeTrainer(vocab_size=vocab_size - len(reserved), initial_alphabet=alphabet, show_progress=False),
         )
         learned: list[list[str]] = json.loads(learner.to_str())["model"]["merges"]
         merges = list(dict.fromkeys([(pair[0], pair[1]) for pair in _TWO_DIGITS] + [(a, b) for a, b in learned]))
-        vocabulary = {token: id_ for id_, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+        vocabulary = {token: id_ for id_, token in enumerate([*reserved, *alphabet])}
         kept = []
         for left, right in merges:
             if len(vocabulary) == vocab_size and left + right not in vocabulary:
@@ -89,7 +96,7 @@ class Tokenizer:
         whole = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=kept))
         whole.pre_tokenizer = _pre_tokenizer()
         whole.decoder = decoders.ByteLevel()
-        whole.add_special_tokens(list(SPECIAL_TOKENS))
+        whole.add_special_tokens(reserved)
         return cls(whole.to_str(pretty=False))
 
     # --- files -----------------------------------------------------------------------------------------------
@@ -136,13 +143,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text; never a special token. Lone surrogates go in as the three bytes that name them."""
-        ids: list[int] = []
-        start = 0
-        for match in _SURROGATE.finditer(text):  # the library takes none
-            ids += self._inner.encode(text[start : match.start()], add_special_tokens=False).ids
-            ids += [self._byte_ids[byte] for byte in match.group().encode("utf-8", "surrogatepass")]
-            start = match.end()
-        ids += self._inner.encode(text[start:], add_special_tokens=False).ids
+        return [id_ for piece in pieces(text) for id_ in self.encode_piece(piece)]
+
+    def encode_piece(self, piece: str) -> list[int]:
+        """Ids of one of `pieces(text)`."""
+        ids = self._pieces.get(piece)
+        if ids is None:
+            characters = "".join(self._of_byte[byte] for byte in piece.encode("utf-8", "surrogatepass"))
+            ids = [token.id for token in self._inner.model.tokenize(characters)]
+            if len(self._pieces) >= _MAX_PIECES_KEPT:
+                self._pieces.clear()
+            self._pieces[piece] = ids
         return ids
 
     def decode_bytes(self, token_ids: Iterable[int]) -> bytes:

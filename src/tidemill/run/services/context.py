@@ -101,4 +101,5 @@ def model_config(policy: PolicyConfig, vocab_size: int) -> ModelConfig:
         experts_per_token=policy.experts_per_token,
         expert_size=policy.expert_size,
         max_positions=policy.max_context_tokens,
+        rope_theta=policy.rope_theta,
     )

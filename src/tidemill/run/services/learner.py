@@ -12,11 +12,11 @@ from tidemill.core.records import Batch, Episode, Trajectory
 from tidemill.core.seams import Coordinator
 from tidemill.run.config import Recipe
 from tidemill.run.loops import LEASE_WAIT_S, learn, publish
-from tidemill.run.pretraining import documents, load_corpus
+from tidemill.run.pretraining import copying, documents, load_corpus
 from tidemill.run.services.context import Context, corpus_file, model_config
 from tidemill.run.start import start_weights
 from tidemill.trajectories.build import trajectories
-from tidemill.updates.corpus import Corpus, EpochOrder
+from tidemill.updates.corpus import Corpus, Document, EpochOrder
 from tidemill.updates.learner import Learner, LearnerConfig
 from tidemill.updates.schedules import StageConfig
 
@@ -24,6 +24,8 @@ SAVE_EVERY_STEPS = 50
 """Of pre-training and demonstrations."""
 SAVE_EVERY_UPDATES = 5
 MAX_PACK_TOKENS = 4096
+STEPS_AT_ONCE = 2000
+"""Of pre-training, whose documents are held in memory together."""
 
 
 def learner_config(recipe: Recipe) -> LearnerConfig:
@@ -107,30 +109,45 @@ async def _make_version_0(context: Context, learner: Learner, coordinator: Coord
 
 
 async def _pretrain(context: Context, learner: Learner, metrics: MetricsLog) -> None:
-    recipe, config = context.recipe, context.recipe.pretraining
+    """Stretch after stretch of documents. The position that is kept is that in the present one."""
+    config = context.recipe.pretraining
     torch.set_num_threads(config.num_threads)
-    corpus = Corpus(
-        list(
-            documents(
-                load_corpus(corpus_file(context.folder)),
-                context.renderer(),
-                code_weight=config.code_weight,
-                max_tokens=recipe.policy.max_context_tokens,
-                seed=recipe.seed,
-            )
-        ),
-        row_tokens=config.tokens_per_step,
-        seed=recipe.seed,
+    begin = 0
+    for end in stretches(config.num_copying_steps, config.num_steps):
+        if learner.step < end:
+            made = _documents(context, begin, end)
+            corpus = Corpus(made, row_tokens=config.tokens_per_step, seed=context.recipe.seed)
+            if learner.step > begin:
+                corpus.seek(learner.position)
+            while learner.step < end:
+                found = learner.train_text(corpus.next_rows(1))
+                learner.position = corpus.position
+                _log(metrics, learner, found)
+                await asyncio.sleep(0)  # where a request to stop takes effect
+                if learner.step % SAVE_EVERY_STEPS == 0:
+                    learner.save(context.folder.checkpoints)
+        begin = end
+
+
+def stretches(num_copying: int, num_steps: int) -> list[int]:
+    """Last steps of the stretches whose documents are made at once: copying, then code, so many steps each."""
+    return sorted({num_copying, *range(num_copying, num_steps, STEPS_AT_ONCE), num_steps} - {0})
+
+
+def _documents(context: Context, begin: int, end: int) -> list[Document]:
+    """For the steps from `begin` to `end`: enough that no document comes twice."""
+    recipe, config = context.recipe, context.recipe.pretraining
+    num_tokens, seed = (end - begin) * config.tokens_per_step, recipe.seed + begin
+    if end <= config.num_copying_steps:
+        return copying(context.tokenizer(), num_tokens=num_tokens, seed=seed)
+    return documents(
+        load_corpus(corpus_file(context.folder)),
+        context.renderer(),
+        code_weight=config.code_weight,
+        max_tokens=recipe.policy.max_context_tokens,
+        num_tokens=num_tokens,
+        seed=seed,
     )
-    if learner.stage == "cpt":
-        corpus.seek(learner.position)
-    while learner.step < config.num_steps:
-        found = learner.train_text(corpus.next_rows(1))
-        learner.position = corpus.position
-        _log(metrics, learner, found)
-        await asyncio.sleep(0)  # where a request to stop takes effect
-        if learner.step % SAVE_EVERY_STEPS == 0:
-            learner.save(context.folder.checkpoints)
 
 
 async def _imitate(context: Context, learner: Learner, shown: Sequence[Trajectory], metrics: MetricsLog) -> None:

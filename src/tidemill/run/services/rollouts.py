@@ -39,7 +39,6 @@ class Rollouts:
     tier: SandboxTier
     engine: Engine
     tokenizer: Tokenizer
-    renderer: Renderer
     environments: Mapping[str, Callable[[], Environment]]
 
     async def play(self, attempt: Attempt) -> tuple[Episode, AttemptResult]:
@@ -49,13 +48,14 @@ class Rollouts:
         if task.environment not in self.environments:
             raise UsageError(f"task {task.id} wants environment {task.environment!r}: name it in the recipe")
         demonstrated = attempt.stage == "sft"
+        renderer = CompactRenderer(self.tokenizer)
         with context.events.span("episode", ids=_ids(attempt)) as numbers:
             episode = await run_episode(
                 task,
                 attempt=attempt,
                 environment=self.environments[task.environment](),
-                renderer=self.renderer,
-                engine=self._demonstrator(task, attempt) if demonstrated else self.engine,
+                renderer=renderer,
+                engine=self._demonstrator(task, attempt, renderer) if demonstrated else self.engine,
                 sampling=sampling_of(recipe),
                 engine_name="demonstrator" if demonstrated else "fleet",
                 sandbox_tier=self.tier.tier if task.layer is not None else "none",
@@ -66,7 +66,7 @@ class Rollouts:
         blob = put_record(context.blobs, episode)
         return episode, attempt_result(episode, blob, attempt)
 
-    def _demonstrator(self, task: Task, attempt: Attempt) -> ScriptedEngine:
+    def _demonstrator(self, task: Task, attempt: Attempt, renderer: Renderer) -> ScriptedEngine:
         if task.repository is None:
             raise UsageError(f"task {task.id} has no scripted demonstrator: set demonstrations.num_episodes to 0")
         policy = Demonstrator(
@@ -76,7 +76,7 @@ class Rollouts:
             gold_probability=self.context.recipe.demonstrations.gold_probability,
             seed=attempt.seed,
         )
-        return ScriptedEngine(spoken(policy, self.renderer, self.tokenizer.decode))
+        return ScriptedEngine(spoken(policy, renderer))
 
 
 async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
@@ -107,7 +107,6 @@ async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
         tier=tier,
         engine=engine,
         tokenizer=tokenizer,
-        renderer=CompactRenderer(tokenizer),
         environments={"mend": mend, **context.recipe.environments},
     )
 
