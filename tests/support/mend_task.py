@@ -1,9 +1,15 @@
 """A small task of the family `mend`, with its verifier: what the task builder makes of a real package."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
 
 from tidemill.core.blobs import MemoryBlobs, put_record
-from tidemill.core.records import Layer, Limits, RecordedCall, Task, Tree, TreeFile, Verifier, digest
+from tidemill.core.records import Layer, Limits, RecordedCall, Split, Task, Tree, TreeFile, Verifier, digest
+from tidemill.sandboxes.layers import installed_layer
+from tidemill.tasks.build import BuiltTask
+from tidemill.tasks.folder import write_task_set
 
 GOLD = '''"""Ranges."""
 
@@ -95,3 +101,18 @@ def mend_world(
         gold=tree(ranges=gold),
     )
     return World(task=task, repository=repository, layers={digest(layer): layer}, hidden=hidden, blobs=blobs)
+
+
+def mend_task_set(folder: Path, *, split: Split = "heldout", num: int = 1) -> Path:
+    """A task set folder of `num` tasks with the same fault, and their vault."""
+    layer = installed_layer(["pytest"])
+    world = mend_world(layer=layer)
+    built = []
+    for index in range(num):
+        name = f"ranges-{index}"
+        provenance = {"package": "even" if index % 2 == 0 else "odd"}
+        task = msgspec.structs.replace(world.task, id=name, split=split, provenance=provenance)
+        verifier = msgspec.structs.replace(world.hidden, task_id=name)
+        built.append((BuiltTask(task=task, workspace=world.repository, verifier=verifier), layer))
+    write_task_set(folder, built, "{}")
+    return folder

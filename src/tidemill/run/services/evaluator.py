@@ -6,16 +6,15 @@ import msgspec
 
 from tidemill.core.errors import SandboxFault
 from tidemill.core.files import drop_cut_off_line
-from tidemill.core.records import Attempt
+from tidemill.core.records import Attempt, Episode
 from tidemill.engines.embedded import EmbeddedEngine
 from tidemill.reports.evaluation import EvalRow, read_rows
+from tidemill.run.evaluation.rows import MAX_TRIES, played, row_of
 from tidemill.run.loops import evaluate
 from tidemill.run.services.context import Context
 from tidemill.run.services.curriculum import evaluation_tasks
 from tidemill.run.services.engine import engine_config
 from tidemill.run.services.rollouts import Rollouts, open_rollouts
-
-MAX_TRIES = 3
 
 
 def versions_to_examine(num_updates: int, every: int) -> list[int]:
@@ -77,36 +76,18 @@ async def _examine(context: Context, rollouts: Rollouts, version: int) -> None:
 
 
 async def _row(rollouts: Rollouts, version: int, task_id: str, sample: int, *, seed: int) -> EvalRow:
-    name = f"eval-{version}-{task_id}-{sample}"
-    for number in range(MAX_TRIES):
-        attempt = Attempt(
-            id=name,
-            group_id=f"eval-{version}-{task_id}",
-            task_id=task_id,
-            stage="eval",
-            seed=seed * 1_000_003 + sample,
-            lease_id=f"{name}-{number}",
-            lease_until_s=0.0,
-            try_index=number,
-        )
+    blob = ""
+
+    async def play(attempt: Attempt) -> Episode:
+        nonlocal blob
         episode, result = await rollouts.play(attempt)
-        if episode.outcome != "env_fault":
-            break
-    else:
-        raise SandboxFault(f"{name} failed {MAX_TRIES} times, through no fault of the policy: {result.reason}")
-    task = rollouts.tasks.task(task_id)
-    return EvalRow(
-        version=version,
-        task_id=task_id,
-        sample=sample,
-        reward=episode.reward,
-        solved=episode.measures.get("solved", 0.0) == 1.0,
-        sampled_tokens=result.sampled_tokens,
-        total_tokens=result.total_tokens,
-        turns=sum(len(segment.steps) for segment in episode.segments),
-        outcome=episode.outcome,
-        episode=result.episode or "",
-        family=task.family,
-        package=task.provenance.get("package", ""),
-        measures=episode.measures,
-    )
+        blob = result.episode or ""
+        return episode
+
+    attempt, episode = await played(play, version, task_id, sample, seed=seed)
+    if episode.outcome == "env_fault":
+        causes = [event.detail for event in episode.events if event.what == "fault"]
+        raise SandboxFault(
+            f"{attempt.id} failed {MAX_TRIES} times, through no fault of the policy: {causes[-1] if causes else '?'}"
+        )
+    return row_of(rollouts.tasks.task(task_id), attempt, episode, blob, version=version, sample=sample)
