@@ -55,7 +55,7 @@ def edits_between(before: str, after: str) -> list[tuple[int, str, str]]:
     gone, come = old[head : len(old) - tail], new[head : len(new) - tail]
     if not gone and not come:
         return []
-    if len(gone) == len(come) and all(gone):
+    if len(gone) == len(come) and all(line for line, other in zip(gone, come, strict=True) if line != other):
         edits = [
             (head + n, *line_edit(*pair))
             for n, pair in enumerate(zip(gone, come, strict=True), 1)
