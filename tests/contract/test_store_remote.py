@@ -112,7 +112,7 @@ def test_racers_over_s3_leave_one_winner(endpoint: str, url: str) -> None:
 
 
 def test_a_service_that_errs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """503s, lost answers and cut-off reads at every second call: slower, never wrong."""
+    """503s, lost answers and cut-off reads at every fourth call: slower, never wrong."""
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(remote, "NUM_TRIES", 12)
     url = "memory://errs/store"
@@ -125,7 +125,7 @@ def test_a_service_that_errs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
 
         def call(*args: object, **kwargs: object) -> object:
             nonlocal faults
-            fault = rng.choice(["before", "after", "cut", "", "", ""])
+            fault = rng.choice(["before", "after", "cut", *[""] * 9])
             if fault == "before":
                 faults += 1
                 raise OSError("503 Slow Down")
@@ -133,7 +133,7 @@ def test_a_service_that_errs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
             if fault == "after":
                 faults += 1
                 raise OSError("connection reset")
-            if fault == "cut" and isinstance(result, bytes) and "blobs" in str(args[0]) and result:
+            if fault == "cut" and isinstance(result, bytes) and result:
                 faults += 1
                 return result[: rng.randrange(len(result))]
             return result
@@ -146,7 +146,7 @@ def test_a_service_that_errs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
         publish(store, version)
         assert right(store, rng.randrange(version + 1))
     assert store.versions() == list(range(60))
-    assert faults > 150
+    assert faults > 60
 
 
 def test_a_service_that_is_away_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

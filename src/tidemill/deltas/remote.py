@@ -7,6 +7,7 @@ read that was cut short) is asked for again, a few times; the name of a blob tel
 
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ T = TypeVar("T")
 NUM_TRIES = 5
 FIRST_PAUSE_S = 0.1
 ASK_BYTES = 8 << 20
+NUM_RECENT = 16
 EXCLUSIVE = ("s3", "s3a", "gs", "gcs", "memory")
 """Protocols whose fsspec file systems create exclusively."""
 _MANIFEST_NAME = re.compile(r"(\d{8,})\.json")
@@ -33,6 +35,7 @@ class ObjectBlobs:
         self._fs = fs
         self._root = root
         self._known: set[str] = set()
+        self._recent: OrderedDict[str, bytes] = OrderedDict()
 
     def path(self, name: str) -> str:
         if len(name) != 64 or not all(c in "0123456789abcdef" for c in name):
@@ -60,7 +63,14 @@ class ObjectBlobs:
                 raise OSError(f"blob {name} in {self._root} is damaged, or was cut off on the way")
             return data
 
-        return again(fetch, f"fetching blob {name}")
+        if name in self._recent:
+            return self._recent[name]
+        data = again(fetch, f"fetching blob {name}")
+        if len(data) < ASK_BYTES:  # configuration and tokenizer are the same for every version
+            self._recent[name] = data
+            while len(self._recent) > NUM_RECENT:
+                self._recent.popitem(last=False)
+        return data
 
     def has(self, name: str) -> bool:
         path = self.path(name)
@@ -86,6 +96,8 @@ class ObjectStore(SnapshotStore):
             raise UsageError(f"{url} needs another package ({error}): pip install 'tidemill[s3]'") from None
         self._root = str(root).rstrip("/")
         self.url = url
+        self._manifests: dict[int, bytes] = {}
+        """Those seen here: a manifest never changes."""
         super().__init__(ObjectBlobs(self._fs, f"{self._root}/blobs"), keyframe_every=keyframe_every, threads=threads)
 
     def __str__(self) -> str:
@@ -117,9 +129,16 @@ class ObjectStore(SnapshotStore):
                 data: bytes = self._fs.cat_file(self._path(version))
             except FileNotFoundError:
                 return None
+            if not data.endswith(b"}\n"):
+                raise OSError("it was cut off on the way, or is damaged")
             return data
 
-        return again(read, f"reading the manifest of version {version}")
+        if version not in self._manifests:
+            data = again(read, f"reading the manifest of version {version}")
+            if data is None:
+                return None
+            self._manifests[version] = data
+        return self._manifests[version]
 
     def _versions(self) -> list[int]:
         def names() -> list[str]:

@@ -21,9 +21,11 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import msgspec
 
@@ -31,7 +33,7 @@ from tidemill.core.blobs import FolderBlobs, MemoryBlobs
 from tidemill.core.errors import BlobError, DeltaError, StoreError, VersionTaken
 from tidemill.core.records import Snapshot
 from tidemill.core.seams import Blobs, Weights
-from tidemill.deltas.codec import apply, diff
+from tidemill.deltas.codec import apply, apply_stream, diff
 from tidemill.deltas.layout import (
     CONFIG_FILE,
     DELTA_FILE,
@@ -50,6 +52,12 @@ KEYFRAME_EVERY = 30
 """Versions from one keyframe to the next, at most."""
 
 _MANIFEST_NAME = re.compile(r"(\d{8,})\.json")
+
+
+class _Base(NamedTuple):
+    tensors: dict[str, Tensor]
+    links_bytes: list[int]
+    """Of the manifests of the deltas since the keyframe."""
 
 
 class SnapshotStore(ABC):
@@ -99,9 +107,18 @@ class SnapshotStore(ABC):
         )
         if previous is not None:
             _check_succession(previous, snapshot)
-        if self._read(version) is not None:
-            return self._standing(snapshot, weights)
-        delta = None if previous is None else self._delta(previous, tensors, sum(map(len, files.values())))
+        with ThreadPoolExecutor(1, thread_name_prefix="store") as aside:
+            # Over a long line each question takes as long as the coding: they are asked meanwhile.
+            standing = aside.submit(self._read, version)
+            base = None if previous is None else self._base(previous)
+            delta = None if base is None else self._delta(base, tensors, sum(map(len, files.values())))
+            if standing.result() is not None:
+                return self._standing(snapshot, weights)
+            if delta is not None and base is not None:
+                sent = aside.submit(self.blobs.put, delta)
+                if not self._leads(delta, base.tensors):
+                    delta = None
+                sent.result()
         if delta is None:
             files[WEIGHTS_FILE] = weights_files(weights)[WEIGHTS_FILE]
         else:
@@ -135,33 +152,41 @@ class SnapshotStore(ABC):
         self._held = (version, weights)
         return standing
 
-    def _delta(self, previous: Snapshot, tensors: dict[str, Tensor], num_side_bytes: int) -> bytes | None:
-        """From the version before; None where a keyframe is due, or is cheaper, or mends a chain that is broken."""
+    def _base(self, previous: Snapshot) -> _Base | None:
+        """What the next delta starts from; None where a keyframe is due, or where the version before cannot be read."""
         try:
             chain = self._chain(previous)
             if len(chain) >= self._keyframe_every:
                 return None
-            base = self._held[1] if self._held and self._held[0] == previous.version else self._weights(previous)
+            weights = self._held[1] if self._held and self._held[0] == previous.version else self._weights(previous)
         except StoreError:
             return None
-        old = codec_tensors(base)
-        if any(tensor_hash(base.tensors[name]) != value for name, value in previous.tensors.items()):
+        if any(tensor_hash(weights.tensors[name]) != value for name, value in previous.tensors.items()):
             return None
-        loops = _compile_loops(tensors)
-        delta = diff(old, tensors, threads=self._threads, compile_loops=loops)
-        num_chain_bytes = sum(link.num_bytes - num_side_bytes for link in chain if link.kind == "delta")
-        if num_chain_bytes + len(delta) > sum(tensor.words.nbytes for tensor in tensors.values()):
-            return None
-        # A delta that does not lead where it should would stop every follower: it is tried before it is published.
-        result = apply(delta, old, threads=self._threads, compile_loops=loops)
-        if any(result[name].words.tobytes() != tensor.words.tobytes() for name, tensor in tensors.items()):
-            return None
-        return delta
+        return _Base(codec_tensors(weights), [link.num_bytes for link in chain if link.kind == "delta"])
 
-    def _chain(self, snapshot: Snapshot) -> list[Snapshot]:
-        """From `snapshot` down to its keyframe. Raises `StoreError` for a chain that leads nowhere."""
+    def _delta(self, base: _Base, tensors: dict[str, Tensor], num_side_bytes: int) -> bytes | None:
+        """None where the chain would cost more than a keyframe."""
+        delta = diff(base.tensors, tensors, threads=self._threads, compile_loops=_compile_loops(tensors))
+        num_chain_bytes = sum(base.links_bytes) - num_side_bytes * len(base.links_bytes) + len(delta)
+        return delta if num_chain_bytes <= sum(tensor.words.nbytes for tensor in tensors.values()) else None
+
+    def _leads(self, delta: bytes, base: dict[str, Tensor]) -> bool:
+        """A delta that does not lead where it should would stop every follower: it is tried before it is published."""
+        try:
+            for _ in apply_stream(BytesIO(delta), base, threads=self._threads, compile_loops=_compile_loops(base)):
+                pass
+        except DeltaError:
+            return False
+        return True
+
+    def _chain(self, snapshot: Snapshot, until: int = -1) -> list[Snapshot]:
+        """From `snapshot` down to its keyframe, or to the version that rests on version `until`.
+
+        Raises `StoreError` for a chain that leads nowhere.
+        """
         chain = [snapshot]
-        while (link := chain[-1]).kind == "delta":
+        while (link := chain[-1]).kind == "delta" and link.parent != until:
             if link.parent is None or not 0 <= link.parent < link.version:
                 raise StoreError(f"the manifest of version {link.version} in {self} names {link.parent} as its base")
             chain.append(self.manifest(link.parent))
@@ -193,14 +218,11 @@ class SnapshotStore(ABC):
 
     def _weights(self, snapshot: Snapshot) -> Weights:
         """By the chain from the held version, where it has one; else, or where that fails, from its keyframe."""
-        chain = self._chain(snapshot)
         held = self._held
-        if held is not None:
-            for index, link in enumerate(chain[1:], start=1):
-                if link.version == held[0]:
-                    with suppress(StoreError):
-                        return self._descend(chain[:index], held[1])
-        return self._descend(chain, None)
+        if held is not None and held[0] < snapshot.version:
+            with suppress(StoreError):
+                return self._descend(self._chain(snapshot, until=held[0]), held[1])
+        return self._descend(self._chain(snapshot), None)
 
     def _descend(self, chain: list[Snapshot], base: Weights | None) -> Weights:
         """Apply the versions of `chain`, newest first, to `base`; without one the last of them is a keyframe."""
