@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import final
 
 from tidemill.core.errors import SandboxUnavailable, UsageError
-from tidemill.core.records import Task
-from tidemill.core.seams import Environment, SandboxTier
+from tidemill.core.records import Attempt, Episode, Task
+from tidemill.core.seams import Engine, Environment, Renderer, SandboxTier
+from tidemill.episodes.generation import Sampling
 from tidemill.episodes.grading import Grader
+from tidemill.episodes.harness import run_episode
 from tidemill.episodes.mend import MendEnvironment
 from tidemill.sandboxes.selftest import run as selftest
 from tidemill.tasks.folder import TaskSet, load
 from tidemill.tasks.vault import FolderVault
+from tidemill.text.compact import CompactRenderer
+from tidemill.text.tokenizer import Tokenizer
 
 
 @final
@@ -31,6 +35,29 @@ class Workshop:
 
     def tier_of(self, task: Task) -> str:
         return self.tier.tier if task.layer is not None else "none"
+
+    async def play(
+        self,
+        task: Task,
+        attempt: Attempt,
+        engine_of: Callable[[Renderer], Engine],
+        *,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        engine_name: str,
+    ) -> Episode:
+        """One episode in the harness, in the words of `tokenizer`: in training, in evaluation and by a script alike."""
+        renderer = CompactRenderer(tokenizer)
+        return await run_episode(
+            task,
+            attempt=attempt,
+            environment=self.environment(task),
+            renderer=renderer,
+            engine=engine_of(renderer),
+            sampling=sampling,
+            engine_name=engine_name,
+            sandbox_tier=self.tier_of(task),
+        )
 
 
 async def open_workshop(

@@ -14,7 +14,6 @@ from tidemill.episodes.chat import run_chat_episode
 from tidemill.episodes.chat_client import ChatClient
 from tidemill.episodes.demonstrations import Demonstrator, NoOp, swapped_words
 from tidemill.episodes.generation import Sampling
-from tidemill.episodes.harness import run_episode
 from tidemill.episodes.mend import first_window
 from tidemill.episodes.scripted import Policy, ScriptedEngine, spoken
 from tidemill.episodes.syntax import syntax_error
@@ -22,7 +21,6 @@ from tidemill.run.config import Recipe
 from tidemill.run.services.rollouts import within_context
 from tidemill.run.workshop import Workshop
 from tidemill.tasks.inverse import inverses
-from tidemill.text.compact import CompactRenderer
 from tidemill.text.tokenizer import Tokenizer
 
 Agent = Literal["oracle", "noop", "blind", "inverse"]
@@ -47,18 +45,17 @@ class PolicyPlayer:
     ) -> None:
         self.version = version
         self._engine, self._tokenizer, self._recipe = engine, tokenizer, recipe
-        self._sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0)
+        self._sampling = Sampling(temperature=temperature, constrained=recipe.rl.constrained)
 
     async def play(self, workshop: Workshop, attempt: Attempt) -> Episode:
         task = within_context(workshop.tasks.task(attempt.task_id), self._recipe)
-        return await run_episode(
+        return await workshop.play(
             task,
-            attempt=attempt,
-            environment=workshop.environment(task),
-            renderer=CompactRenderer(self._tokenizer),
-            engine=self._engine,
+            attempt,
+            lambda renderer: self._engine,
+            tokenizer=self._tokenizer,
             sampling=self._sampling,
-            sandbox_tier=workshop.tier_of(task),
+            engine_name="evaluation",
         )
 
 
@@ -83,16 +80,14 @@ class ScriptedPlayer:
     async def play(self, workshop: Workshop, attempt: Attempt) -> Episode:
         task = workshop.tasks.task(attempt.task_id)
         task = _with_limits(task, max_sampled_tokens=NO_TOKEN_LIMIT, max_context_tokens=NO_TOKEN_LIMIT)
-        renderer = CompactRenderer(self._tokenizer)
-        return await run_episode(
+        policy = self._policy(workshop, task, attempt)
+        return await workshop.play(
             task,
-            attempt=attempt,
-            environment=workshop.environment(task),
-            renderer=renderer,
-            engine=ScriptedEngine(spoken(self._policy(workshop, task, attempt), renderer)),
+            attempt,
+            lambda renderer: ScriptedEngine(spoken(policy, renderer)),
+            tokenizer=self._tokenizer,
             sampling=Sampling(),
             engine_name=self._agent,
-            sandbox_tier=workshop.tier_of(task),
         )
 
     def _policy(self, workshop: Workshop, task: Task, attempt: Attempt) -> Policy:

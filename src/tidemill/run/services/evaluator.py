@@ -52,7 +52,7 @@ async def serve(context: Context) -> None:
             raise deaths[0] from None
         raise
     finally:
-        await rollouts.tier.close()
+        await rollouts.workshop.tier.close()
         await engine.close()
 
 
@@ -69,7 +69,7 @@ async def _examine(context: Context, rollouts: Rollouts, version: int) -> None:
             file.write(msgspec.json.encode(row) + b"\n")
 
     async with asyncio.TaskGroup() as group:
-        for task_id in evaluation_tasks(rollouts.tasks.tasks, recipe):
+        for task_id in evaluation_tasks(rollouts.workshop.tasks.tasks, recipe):
             for sample in range(recipe.evaluation.num_samples):
                 if (version, task_id, sample) not in known:
                     group.create_task(one(task_id, sample))
@@ -90,4 +90,4 @@ async def _row(rollouts: Rollouts, version: int, task_id: str, sample: int, *, s
         raise SandboxFault(
             f"{attempt.id} failed {MAX_TRIES} times, through no fault of the policy: {causes[-1] if causes else '?'}"
         )
-    return row_of(rollouts.tasks.task(task_id), attempt, episode, blob, version=version, sample=sample)
+    return row_of(rollouts.workshop.tasks.task(task_id), attempt, episode, blob, version=version, sample=sample)

@@ -1,30 +1,23 @@
 """Episodes: shared by the worker, which trains on them, and the evaluator, which does not."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
 import msgspec
 
 from tidemill.core.blobs import get_record, put_record
-from tidemill.core.errors import SandboxUnavailable, UsageError
+from tidemill.core.errors import UsageError
 from tidemill.core.records import Attempt, AttemptResult, Episode, Task, Tree
-from tidemill.core.seams import Engine, Environment, Renderer, SandboxTier
+from tidemill.core.seams import Engine, Renderer, SandboxTier
 from tidemill.episodes.demonstrations import Demonstrator
 from tidemill.episodes.generation import Sampling
-from tidemill.episodes.grading import Grader
-from tidemill.episodes.harness import run_episode
-from tidemill.episodes.mend import MendEnvironment
 from tidemill.episodes.results import attempt_result
 from tidemill.episodes.scripted import ScriptedEngine, spoken
 from tidemill.run.config import Recipe
 from tidemill.run.services.context import Context
+from tidemill.run.workshop import Workshop, open_workshop
 from tidemill.sandboxes.local import LocalTier
 from tidemill.sandboxes.namespaces import NamespacesTier
-from tidemill.sandboxes.selftest import run as selftest
-from tidemill.tasks.folder import TaskSet, load
-from tidemill.tasks.vault import FolderVault
-from tidemill.text.compact import CompactRenderer
 from tidemill.text.tokenizer import Tokenizer
 
 
@@ -34,31 +27,27 @@ class Rollouts:
     """Plays attempts at the tasks of a run, and keeps their episodes in the blobs."""
 
     context: Context
-    tasks: TaskSet
-    vault: FolderVault
-    tier: SandboxTier
+    workshop: Workshop
     engine: Engine
     tokenizer: Tokenizer
-    environments: Mapping[str, Callable[[], Environment]]
 
     async def play(self, attempt: Attempt) -> tuple[Episode, AttemptResult]:
         """One episode, from its lease to its blob."""
         context, recipe = self.context, self.context.recipe
-        task = within_context(self.tasks.task(attempt.task_id), recipe)
-        if task.environment not in self.environments:
-            raise UsageError(f"task {task.id} wants environment {task.environment!r}: name it in the recipe")
+        task = within_context(self.workshop.tasks.task(attempt.task_id), recipe)
         demonstrated = attempt.stage == "sft"
-        renderer = CompactRenderer(self.tokenizer)
+
+        def engine_of(renderer: Renderer) -> Engine:
+            return self._demonstrator(task, attempt, renderer) if demonstrated else self.engine
+
         with context.events.span("episode", ids=_ids(attempt)) as numbers:
-            episode = await run_episode(
+            episode = await self.workshop.play(
                 task,
-                attempt=attempt,
-                environment=self.environments[task.environment](),
-                renderer=renderer,
-                engine=self._demonstrator(task, attempt, renderer) if demonstrated else self.engine,
+                attempt,
+                engine_of,
+                tokenizer=self.tokenizer,
                 sampling=sampling_of(recipe),
                 engine_name="demonstrator" if demonstrated else "fleet",
-                sandbox_tier=self.tier.tier if task.layer is not None else "none",
             )
             numbers.update({f"{name}_s": value for name, value in episode.timings_s.items()})
             numbers.update({f"cpu_{name}_s": value for name, value in episode.cpu_s.items()})
@@ -71,8 +60,8 @@ class Rollouts:
             raise UsageError(f"task {task.id} has no scripted demonstrator: set demonstrations.num_episodes to 0")
         policy = Demonstrator(
             task,
-            get_record(self.tasks.blobs, task.repository, Tree),
-            self.vault.verifier(task.id),
+            get_record(self.workshop.tasks.blobs, task.repository, Tree),
+            self.workshop.vault.verifier(task.id),
             gold_probability=self.context.recipe.demonstrations.gold_probability,
             seed=attempt.seed,
         )
@@ -81,34 +70,12 @@ class Rollouts:
 
 async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
     """Refuses to start where a sandbox does not hold, and takes away what a killed predecessor left."""
-    tasks = load(context.tasks)
     tier = open_tier(context.recipe.rollouts.tier, f"{context.info.run_id}-{context.who}")
     num_reaped = tier.reap()
     context.events.write("reap", numbers={"removed": num_reaped})
-    if tier.tier != "local":
-        probes = await selftest(tier, next(iter(tasks.layers.values()), None))
-        failed = [probe for probe in probes if not probe.held]
-        if failed:
-            raise SandboxUnavailable(
-                f"the sandbox does not hold: {failed[0].name}: {failed[0].detail} (tidemill doctor --sandbox)"
-            )
-    vault = FolderVault(context.tasks / "vault")
-    tokenizer = context.tokenizer()
     # Nothing is kept from one attempt to the next: each is played in a sandbox of its own and graded in a fresh one.
-    grader = Grader(tier, vault, tasks.blobs, tasks.layers, num_kept=0)
-
-    def mend() -> Environment:
-        return MendEnvironment(tier, blobs=tasks.blobs, layers=tasks.layers, grader=grader)
-
-    return Rollouts(
-        context=context,
-        tasks=tasks,
-        vault=vault,
-        tier=tier,
-        engine=engine,
-        tokenizer=tokenizer,
-        environments={"mend": mend, **context.recipe.environments},
-    )
+    workshop = await open_workshop(context.tasks, tier, context.recipe.environments, keeps_verdicts=False)
+    return Rollouts(context=context, workshop=workshop, engine=engine, tokenizer=context.tokenizer())
 
 
 def within_context(task: Task, recipe: Recipe) -> Task:
@@ -119,7 +86,7 @@ def within_context(task: Task, recipe: Recipe) -> Task:
 
 def sampling_of(recipe: Recipe) -> Sampling:
     """How the policy is sampled in training, in evaluation and in service."""
-    return Sampling(temperature=recipe.rl.temperature, top_p=1.0, top_k=0)
+    return Sampling(temperature=recipe.rl.temperature, constrained=recipe.rl.constrained)
 
 
 def open_tier(name: str, label: str) -> SandboxTier:

@@ -52,6 +52,6 @@ async def serve(context: Context) -> None:
             events=context.events,
         )
     finally:
-        await rollouts.tier.close()
+        await rollouts.workshop.tier.close()
         await fleet.close()
         await coordinator.close()
