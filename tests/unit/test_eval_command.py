@@ -12,6 +12,7 @@ from support.mend_task import mend_task_set
 from support.small_policy import small_policy_run
 from tidemill.core.blobs import FolderBlobs, get_record
 from tidemill.core.records import Episode
+from tidemill.episodes.mend import TOOLS
 from tidemill.reports.evaluation import read_rows
 from tidemill.run import cli
 from tidemill.run.services.context import tasks_folder
@@ -80,9 +81,9 @@ def test_a_chat_model_plays_by_the_rules(tasks: Path, capsys: pytest.CaptureFixt
 
     with chat_server(script) as server:
         assert evaluate("--endpoint", server.url, "--tasks", tasks, "--out", "chat.jsonl", "--temperature", "0") == 0
-        names = [tool["function"]["name"] for tool in server.requests[0]["tools"]]
-        assert names == ["read", "grep", "edit", "test", "submit", "flag_impossible"]
-        assert server.requests[0]["tools"][2]["function"]["parameters"]["required"] == ["line", "old", "new"]
+        told = {tool["function"]["name"]: tool["function"] for tool in server.requests[0]["tools"]}
+        assert list(told) == [tool.name for tool in TOOLS]
+        assert told["edit"]["parameters"]["required"] == ["line", "old", "new"]
         first = server.requests[0]["messages"][1]["content"]
         assert "clamp gives wrong results" in first and "3|    if value > low:" in first
         num_requests = len(server.requests)

@@ -1,5 +1,6 @@
 """Who can be examined: a run's policy, a scripted agent, a chat model behind an API. All play by the same rules."""
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Literal, Protocol, final
@@ -18,7 +19,7 @@ from tidemill.episodes.mend import first_window
 from tidemill.episodes.scripted import Policy, ScriptedEngine, spoken
 from tidemill.episodes.syntax import syntax_error
 from tidemill.run.config import Recipe
-from tidemill.run.services.rollouts import within_context
+from tidemill.run.services.rollouts import sampling_of, within_context
 from tidemill.run.workshop import Workshop
 from tidemill.tasks.inverse import inverses
 from tidemill.text.tokenizer import Tokenizer
@@ -38,14 +39,14 @@ class Player(Protocol):
 
 @final
 class PolicyPlayer:
-    """A published version of a run, in an engine of our own, under the limits of its recipe."""
+    """A published version of a run, in an engine of our own, limited and sampled as its recipe says."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, recipe: Recipe, *, version: int, temperature: float
     ) -> None:
         self.version = version
         self._engine, self._tokenizer, self._recipe = engine, tokenizer, recipe
-        self._sampling = Sampling(temperature=temperature, constrained=recipe.rl.constrained)
+        self._sampling = dataclasses.replace(sampling_of(recipe), temperature=temperature)
 
     async def play(self, workshop: Workshop, attempt: Attempt) -> Episode:
         task = within_context(workshop.tasks.task(attempt.task_id), self._recipe)
