@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tidemill.core.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
+from tidemill.core.grammar import Grammar
 from tidemill.core.records import Array
 from tidemill.core.seams import Chunk, GenerationRequest, Weights
 from tidemill.engines.batcher import Batcher, Delivery, EngineConfig, Job, SwapMode
@@ -472,3 +473,29 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_a_grammar_is_followed_and_what_could_be_sampled_is_recorded() -> None:
+    grammar = Grammar(edges=[{3: 1, 4: 1}, {5: 2, 6: 2, 7: 2}, {}], otherwise=[-1, -1, 2])
+    wanted = request("a", [1, 2], 5, grammar=grammar, temperature=0.7, seed=3)
+    neighbour = request("b", [1, 2, 3], 5)
+    found, _ = batch(batcher(), wanted, neighbour)
+    assert found.ids[0] in (3, 4) and found.ids[1] in (5, 6, 7)
+    assert found.supports == [[3, 4], [5, 6, 7], [], [], []]
+    with torch.inference_mode():
+        ids = torch.tensor([1, 2, *found.ids[:1]])
+        hidden = MODELS[0].forward_packed(ids, torch.arange(3), [0, 3]).hidden_TD
+        logits = MODELS[0].logits(hidden) / 0.7
+    first = logits[1, [3, 4]].log_softmax(0)[[3, 4].index(found.ids[0])]
+    second = logits[2, [5, 6, 7]].log_softmax(0)[[5, 6, 7].index(found.ids[1])]
+    assert found.logprobs[:2] == pytest.approx([float(first), float(second)], abs=1e-4)
+    rest = batch(batcher(), request("c", [1, 2, *found.ids[:2]], 3, grammar=grammar.after(found.ids[:2]), seed=3))
+    assert rest[0].supports == [[], [], []], "a resumed generation goes on where the first one was"
+
+
+def test_a_grammar_that_cannot_be_followed_is_refused() -> None:
+    dead_end = Grammar(edges=[{3: 1}, {}], otherwise=[-1, -1])
+    with pytest.raises(RequestRefused, match="nothing may come"):
+        batcher().check(request("a", [1], grammar=dead_end))
+    with pytest.raises(RequestRefused, match="one of them"):
+        batcher().check(request("a", [1], grammar=dead_end, allowed_ids=[1], stop_ids=[3]))

@@ -179,9 +179,9 @@ class Generation(Record, frozen=True):
     top_k: int
     """0: off."""
     support_ids: Array | None
-    """int32 [S]: where top-p or top-k was used, the ids that could be sampled, over all T steps; else None."""
+    """int32 [S]: the ids that could be sampled, over all T steps, under top-p, top-k or a grammar; else None."""
     support_offsets: Array | None
-    """int32 [T+1]: the support of step t is `support_ids[offsets[t]:offsets[t+1]]`."""
+    """int32 [T+1]: the support of step t is `support_ids[offsets[t]:offsets[t+1]]`; an empty one: any id."""
     row_start: int
     """Index in the segment of row 0 of `kv_versions` and `routes`."""
     kv_versions: Array
@@ -269,6 +269,10 @@ class Trajectory(Record, frozen=True):
     routes: Array | None
     """uint16 [N, L, k]; `ROUTE_SENTINEL` where not known."""
     temperature: float
+    support_ids: Array | None = None
+    """int32 [S]: the ids that could be sampled, over all N tokens; None where all were always free."""
+    support_offsets: Array | None = None
+    """int32 [N+1]: those of token t are `support_ids[offsets[t]:offsets[t+1]]`; none: any id, or not sampled."""
 
 
 class Attempt(Record, frozen=True):

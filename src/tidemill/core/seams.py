@@ -13,11 +13,12 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tidemill.core.grammar import Grammar
 from tidemill.core.records import (
     Array,
     Attempt,
@@ -69,6 +70,8 @@ class GenerationRequest(Record, frozen=True):
     top_k: int = 0
     allowed_ids: list[int] | None = None
     """Where given, only these ids are sampled; logprobs are under that support, and the support is recorded."""
+    grammar: Grammar | None = None
+    """Where given, the continuation follows it; supports are recorded as above. Not together with `allowed_ids`."""
     seed: int = 0
 
 
@@ -79,7 +82,7 @@ class Chunk(Record, frozen=True):
     logprobs: list[float]
     versions: list[int]
     supports: list[list[int]] | None = None
-    """A support set per token, where top-p, top-k or `allowed_ids` was used."""
+    """A support set per token, where top-p, top-k, `allowed_ids` or a grammar was used; an empty one: any id."""
     stop_reason: StopReason | None = None
     row_start: int = 0
     """Last chunk only: the segment position of row 0 below; the rows end at the last token that was fed."""
@@ -236,6 +239,23 @@ class Score(Record, frozen=True):
     cpu_s: dict[str, float] = {}
 
 
+class Spans(NamedTuple):
+    """A tool whose first arguments are a line's number and a text that stands on it; what else it takes is free."""
+
+    tool: str
+    lines: Mapping[int, str]
+    """Number → text, of the lines that may be named: at least one, none of them empty."""
+
+
+@runtime_checkable
+class Pointing(Protocol):
+    """What an environment may offer beside the rest, for constrained decoding."""
+
+    def spans(self) -> Spans | None:
+        """What a call may point at now; None: nothing."""
+        ...
+
+
 class Environment(Protocol):
     """One attempt at one task: how it opens, what its tools do, what it is worth. This is the seam for users.
 
@@ -301,6 +321,10 @@ class Renderer(Protocol):
 
     def say(self, calls: Sequence[ToolCall]) -> list[int]:
         """Ids, stop token included, by which a policy would make these calls: for demonstrations."""
+        ...
+
+    def grammar(self, tools: Sequence[ToolSpec], spans: Spans | None) -> Grammar | None:
+        """All calls that can be parsed and point at what is there; None where it cannot say."""
         ...
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], turn: int) -> Turn:

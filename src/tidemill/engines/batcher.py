@@ -54,7 +54,8 @@ class Job:
         self.request = request
         self.prompt: NDArray[np.int32] = np.array(request.prompt_ids, np.int32)
         allowed = None if request.allowed_ids is None else torch.tensor(sorted(set(request.allowed_ids)))
-        self.policy = Policy(request.temperature, request.top_p, request.top_k, allowed, request.seed)
+        self.free = Policy(request.temperature, request.top_p, request.top_k, allowed, request.seed)
+        self.state = 0 if request.grammar is None else request.grammar.start
         self.stop_ids = frozenset(request.stop_ids)
         self.slot: Slot | None = None
         self.row_start = 0
@@ -65,6 +66,30 @@ class Job:
         self.versions: list[int] = []
         self.supports: list[list[int]] = []
         """These four: what was sampled since the last chunk."""
+
+    @property
+    def has_support(self) -> bool:
+        """Whether what could be sampled is recorded."""
+        return self.free.is_restricted or self.request.grammar is not None
+
+    @property
+    def policy(self) -> Policy:
+        """How the next token is sampled."""
+        if self.request.grammar is None:
+            return self.free
+        allowed = self.request.grammar.allowed(self.state)
+        return self.free if allowed is None else self.free._replace(allowed_ids=torch.tensor(allowed))
+
+    def say(self, token: int, logprob: float, version: int, support: list[int] | None) -> None:
+        """Take in a sampled token."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if self.has_support:
+            self.supports.append(support or [])
+        if self.request.grammar is not None:
+            self.state = self.request.grammar.next(self.state, token)
+        self.num_known += 1
 
 
 Delivery = tuple[Job, Chunk | EngineError]
@@ -183,7 +208,7 @@ class Batcher:
         return self.model.forward_cached(tokens_T, positions_T, self._slots.cache, len(decoding), spans)
 
     def _sample(self, jobs: Sequence[Job], hidden_BD: Tensor) -> list[Delivery]:
-        draws = uniforms([job.policy.seed for job in jobs], [job.num_known for job in jobs])
+        draws = uniforms([job.request.seed for job in jobs], [job.num_known for job in jobs])
         sampled = sample(self.model.logits(hidden_BD), [job.policy for job in jobs], draws)
         deliveries: list[Delivery] = []
         for job, token, logprob, support in zip(jobs, *sampled, strict=True):
@@ -193,12 +218,7 @@ class Batcher:
                 continue
             slot = _slot(job)
             self.sampled_tokens += 1
-            job.ids.append(token)
-            job.logprobs.append(logprob)
-            job.versions.append(self.version)
-            if support is not None:
-                job.supports.append(support)
-            job.num_known += 1
+            job.say(token, logprob, self.version, support)
             num_sampled = job.num_known - len(job.prompt)
             if token in job.stop_ids:
                 deliveries.append((job, self._finish(job, "stop")))
@@ -236,6 +256,11 @@ def refuse_malformed(request: GenerationRequest, vocab_size: int) -> None:
             raise RequestRefused(f"{what} is empty: give at least one token")
         if ids is not None and (min(ids) < 0 or max(ids) >= vocab_size):
             raise RequestRefused(f"{what} holds ids {min(ids)} to {max(ids)}; the vocabulary is 0 to {vocab_size - 1}")
+    if request.grammar is not None:
+        if request.allowed_ids is not None:
+            raise RequestRefused("allowed_ids and a grammar: give one of them")
+        if fault := request.grammar.fault(request.stop_ids, vocab_size):
+            raise RequestRefused(f"the grammar does not work: {fault}")
     if request.max_tokens < 1:
         raise RequestRefused(f"max_tokens is {request.max_tokens}; ask for at least 1")
     if not (math.isfinite(request.temperature) and request.temperature >= 0):
@@ -258,7 +283,7 @@ def _flush(
         token_ids=job.ids,
         logprobs=job.logprobs,
         versions=job.versions,
-        supports=job.supports if job.policy.is_restricted else None,
+        supports=job.supports if job.has_support else None,
         stop_reason=reason,
         row_start=row_start,
         kv_versions=kv_versions,

@@ -62,6 +62,8 @@ class Demonstrator:
         self._window_start = self._start
         self._steps_left = task.limits.max_steps
         self._current = self._original
+        self._before: list[str] = []
+        """The file before each edit that stands."""
         self._tried = {self._original}
         self._queue: list[ToolCall] = []
         self._pending: str | None = None
@@ -81,6 +83,7 @@ class Demonstrator:
             self._pending = None
             if refused:
                 self._queue = []
+                self._before.pop()
             else:
                 self._current = content
         if not self._queue:
@@ -93,7 +96,10 @@ class Demonstrator:
             self._queue = self._plan(target)
         call = self._queue.pop(0)
         if call.name == "edit":
+            self._before.append(self._current)
             self._pending = self._after(call)
+        elif call.name == "undo":
+            self._current = self._before.pop()
         return call
 
     def _target(self) -> str | None:
@@ -109,8 +115,8 @@ class Demonstrator:
         return None if self._gold in self._tried else self._gold
 
     def _plan(self, target: str) -> list[ToolCall]:
-        calls: list[ToolCall] = []
-        for line, old, new in edits_between(self._current, target):
+        calls = [_call("undo") for _ in self._before]
+        for line, old, new in edits_between(self._original, target):
             if not 0 <= line - self._window_start < self._num_lines:
                 self._window_start = max(1, line - 2)
                 calls.append(_call("read", start=self._window_start))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.core.errors import EngineError
+from tidemill.core.grammar import Grammar
 from tidemill.core.records import ROUTE_SENTINEL, Array, Generation, StopReason
 from tidemill.core.seams import Chunk
 
@@ -28,6 +29,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0: off."""
+    constrained: bool = False
+    """Calls follow the renderer's grammar, where it has one."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -48,13 +51,22 @@ class GenerationBuilder:
     """Collects the chunks of one continuation, over any number of streams."""
 
     def __init__(
-        self, *, position: int, prompt_ids: Sequence[int], max_tokens: int, sampling: Sampling, engine: str
+        self,
+        *,
+        position: int,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        engine: str,
+        grammar: Grammar | None = None,
     ) -> None:
         self._position = position
         self._prompt_ids = list(prompt_ids)
         self._max_tokens = max_tokens
         self._sampling = sampling
         self._engine = engine
+        self._grammar = grammar
+        self._has_support = sampling.has_support or grammar is not None
         self._logprobs: list[float] = []
         self._supports: list[list[int]] = []
         self._row_start = position
@@ -69,6 +81,11 @@ class GenerationBuilder:
     def num_left(self) -> int:
         """What is left of the budget."""
         return self._max_tokens - len(self.token_ids)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What is left of it behind the tokens so far."""
+        return None if self._grammar is None else self._grammar.after(self.token_ids)
 
     def begin_stream(self) -> None:
         self.stop_reason = None
@@ -97,14 +114,16 @@ class GenerationBuilder:
             self._add_rows(chunk.row_start, chunk.kv_versions, chunk.routes)
 
     def _add_supports(self, chunk: Chunk) -> None:
-        if not self._sampling.has_support:
+        if not self._has_support:
             return
         supports = chunk.supports or []
         if len(supports) != len(chunk.token_ids):
             raise EngineError(
-                f"a chunk of {len(chunk.token_ids)} tokens has {len(supports)} supports, under top-p or top-k sampling"
+                f"a chunk of {len(chunk.token_ids)} tokens has {len(supports)} supports, under restricted sampling"
             )
         for token_id, support in zip(chunk.token_ids, supports, strict=True):
+            if not support and not self._sampling.has_support:
+                continue  # a grammar leaves this one free
             if token_id not in support:
                 raise EngineError(f"token {token_id} was sampled from outside its support of {len(support)} ids")
         self._supports += supports
@@ -124,7 +143,7 @@ class GenerationBuilder:
 
     def build(self, stop_reason: StopReason) -> Generation:
         ids = offsets = None
-        if self._sampling.has_support:
+        if self._has_support:
             ids = Array.of([id_ for support in self._supports for id_ in support], "int32")
             offsets = Array.of(np.cumsum([0, *map(len, self._supports)]), "int32")
         return Generation(

@@ -24,8 +24,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import final
 
 from tidemill.core.errors import EngineUnavailable, RequestRefused
+from tidemill.core.grammar import Grammar
 from tidemill.core.records import Attempt, Episode, Generation, Outcome, Step, StopReason, Task
-from tidemill.core.seams import Chunk, Engine, Environment, GenerationRequest, Renderer
+from tidemill.core.seams import Chunk, Engine, Environment, GenerationRequest, Pointing, Renderer
 from tidemill.episodes.conduct import Conduct, Fault, HarnessConfig, WallLimit
 from tidemill.episodes.generation import GenerationBuilder, Sampling
 from tidemill.episodes.outages import EngineGone
@@ -140,6 +141,7 @@ class _Run(Conduct):
             max_tokens=max_tokens,
             sampling=self.sampling,
             engine=self.engine_name,
+            grammar=self.grammar(),
         )
         while True:
             num_before, asked_s = len(builder.token_ids), self.clock()
@@ -169,6 +171,14 @@ class _Run(Conduct):
             except EngineGone as error:
                 raise Fault(str(error)) from error
 
+    def grammar(self) -> Grammar | None:
+        """Of the next call, as the environment stands."""
+        if not self.sampling.constrained:
+            return None
+        with self.own_cpu():
+            spans = self.environment.spans() if isinstance(self.environment, Pointing) else None
+            return self.renderer.grammar(self.environment.tools, spans)
+
     async def stream(self, builder: GenerationBuilder) -> None:
         prompt_ids = self.ledger.request(builder.token_ids)
         self.ledger.check_extends(prompt_ids)
@@ -180,6 +190,7 @@ class _Run(Conduct):
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             top_k=self.sampling.top_k,
+            grammar=builder.grammar,
             seed=_seed(self.attempt.seed, len(prompt_ids)),
         )
         builder.begin_stream()

@@ -27,12 +27,12 @@ from tidemill.core.checks import (
 )
 from tidemill.core.errors import SandboxError, SandboxFault, TaskError
 from tidemill.core.records import Layer, Outcome, Task, ToolCall, Tree, TreeFile
-from tidemill.core.seams import Blobs, Feedback, Sandbox, SandboxLimits, SandboxTier, Score, ToolSpec
+from tidemill.core.seams import Blobs, Feedback, Sandbox, SandboxLimits, SandboxTier, Score, Spans, ToolSpec
 from tidemill.episodes.grading import Grader
 from tidemill.episodes.syntax import syntax_error
 from tidemill.text.windows import MAX_WINDOW_LINES, numbered, window
 
-MEND_VERSION = "1"
+MEND_VERSION = "2"
 PASSED = "passed"
 """What `test` says where all shown checks pass."""
 MAX_GREP_HITS = 8
@@ -57,6 +57,7 @@ TOOLS = (
         parameters={"line": "integer", "old": "string", "new": "string"},
         required=("line", "old", "new"),
     ),
+    ToolSpec(name="undo", description="Take the last edit back.", parameters={}, required=()),
     ToolSpec(name="test", description="Run the checks.", parameters={}, required=()),
     ToolSpec(name="submit", description="Hand the work in.", parameters={}, required=()),
     ToolSpec(name="flag_impossible", description="Say that it cannot be done.", parameters={}, required=()),
@@ -134,6 +135,8 @@ class MendEnvironment:
         self._num_tests = 0
         self._num_refused = 0
         self._accepted: list[str] = []
+        self._undone: list[tuple[str, int]] = []
+        """Content and lines of the window before each edit that stands."""
         self._tested: set[str] = set()
         self._first_edit: str | None = None
 
@@ -164,6 +167,8 @@ class MendEnvironment:
             case "edit":
                 arguments = call.arguments
                 return self._edit(int(arguments["line"]), str(arguments["old"]), str(arguments["new"]))
+            case "undo":
+                return self._undo()
             case "test":
                 return await self._test()
             case "submit":
@@ -253,11 +258,25 @@ class MendEnvironment:
         if fault is not None:
             return self._refused(f"it would leave a syntax error: {self._relative(fault)}")
         self._accepted.append(step)
+        self._undone.append((self._content, self._num_lines))
         self._content, self._is_written, self._is_tested = content, False, False
         self._num_lines = min(MAX_WINDOW_LINES, self._num_lines + len(changed) - 1)
         if self._first_edit is None:
             self._first_edit = content
         return Feedback(text=numbered(changed, line))
+
+    def _undo(self) -> Feedback:
+        if not self._undone:
+            return self._refused("there is no edit to take back")
+        self._content, self._num_lines = self._undone.pop()
+        self._is_written = self._is_tested = False
+        return Feedback(text="taken back")
+
+    def spans(self) -> Spans | None:
+        """Lines of the window that hold anything."""
+        shown = self._content.split("\n")[self._start : self._start + self._num_lines]
+        lines = {number: line for number, line in enumerate(shown, 1) if line.strip()}
+        return Spans(tool="edit", lines=lines) if lines else None
 
     def _refused(self, reason: str) -> Feedback:
         self._num_refused += 1

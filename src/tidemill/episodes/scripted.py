@@ -107,7 +107,9 @@ class ScriptedEngine:
 
     async def _stream(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         rest = self._rest(request.prompt_ids)
-        has_support = request.top_p < 1 or request.top_k > 0 or request.allowed_ids is not None
+        has_support = (
+            request.top_p < 1 or request.top_k > 0 or request.allowed_ids is not None or request.grammar is not None
+        )
         kv_versions = [self.version] * len(request.prompt_ids)
         self._num_prefill += len(request.prompt_ids)
         said: list[int] = []

@@ -30,6 +30,26 @@ def token_logprobs(
     return logprobs_N, entropy_N
 
 
+def support_logprobs(
+    hidden_RD: Tensor, head_VD: Tensor, targets_R: Tensor, supports_RS: Tensor, temperature_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `token_logprobs`, under the distribution over a support alone: what top-p, top-k or a grammar left.
+
+    `supports_RS`: int64 ids, −1 where a row has fewer; each target is among its row's. The rest of the vocabulary is
+    never looked at.
+    """
+    missing_RS = supports_RS < 0
+    vectors_RSD = head_VD[supports_RS.clamp(min=0)]
+    scale_R1 = torch.where(temperature_R == 0, 1.0, temperature_R).unsqueeze(1)
+    logits_RS = torch.einsum("rd,rsd->rs", hidden_RD, vectors_RSD) / scale_R1
+    log_softmax_RS = logits_RS.masked_fill(missing_RS, float("-inf")).log_softmax(-1)
+    place_R = (supports_RS == targets_R.unsqueeze(1)).int().argmax(1)
+    logprobs_R = log_softmax_RS.gather(1, place_R.unsqueeze(1)).squeeze(1)
+    with torch.no_grad():
+        entropy_R = -(log_softmax_RS.exp() * log_softmax_RS).nan_to_num_(nan=0.0).sum(-1)
+    return logprobs_R, entropy_R
+
+
 def _forward(
     hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature_N: Tensor, *, keep: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:

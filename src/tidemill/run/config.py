@@ -113,6 +113,9 @@ class ReinforcementConfig:
     peak_lr: float = 3e-4
     kl_weight: float = 0.0
     temperature: float = 1.0
+    constrained: bool = False
+    """Calls are sampled under the grammar of the renderer: tools that exist, lines that are shown, texts that stand on
+    them. The learner renormalises over the same ids."""
     max_grad_norm: float = 1.0
     loss_constant: float = 32.0
     """Divides the sum over an attempt's tokens: about how many it samples."""

@@ -10,8 +10,10 @@ tokens (`text.glossary`).
 from collections.abc import Sequence
 from typing import final
 
+from tidemill.core.grammar import Grammar
 from tidemill.core.records import Observation, ToolCall
-from tidemill.core.seams import ToolSpec, Turn
+from tidemill.core.seams import Spans, ToolSpec, Turn
+from tidemill.text.call_grammar import call_grammar
 from tidemill.text.calls import fault, positional_call, without_duplicates
 from tidemill.text.glossary import Glossary
 from tidemill.text.tokenizer import ARG, CALL, END, OBS, TASK, Tokenizer
@@ -32,6 +34,7 @@ class CompactRenderer:
         self._end = tokenizer.special(END)
         self._mark = tokenizer.encode(CUT_MARK)
         self._glossary = Glossary(tokenizer)
+        self._grammar: tuple[object, Grammar] | None = None
         self.stop_ids = [self._end]
 
     @property
@@ -40,6 +43,7 @@ class CompactRenderer:
 
     def open(self, tools: Sequence[ToolSpec], text: str) -> list[int]:
         self._glossary = Glossary.of(self._tokenizer, text)
+        self._grammar = None
         return [self._task, *self._glossary.encode(text), self._call]
 
     def observe(self, observations: Sequence[Observation], max_tokens: int) -> list[int]:
@@ -57,6 +61,23 @@ class CompactRenderer:
         for value in calls[0].arguments.values():
             ids += [self._arg, *self._glossary.encode(str(value))]
         return [*ids, self._end]
+
+    def grammar(self, tools: Sequence[ToolSpec], spans: Spans | None) -> Grammar:
+        key = None if spans is None else (spans.tool, *spans.lines.items())
+        if self._grammar is None or self._grammar[0] != key:
+            self._grammar = key, self._calls(tools, spans)
+        return self._grammar[1]
+
+    def _calls(self, tools: Sequence[ToolSpec], spans: Spans | None) -> Grammar:
+        encode = self._glossary.encode
+        lines = {} if spans is None else spans.lines
+        return call_grammar(
+            [(encode(tool.name), bool(tool.parameters), bool(tool.required)) for tool in tools],
+            [] if spans is None else encode(spans.tool),
+            {number: (encode(str(number)), encode(text)) for number, text in lines.items()},
+            arg_id=self._arg,
+            end_id=self._end,
+        )
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], turn: int) -> Turn:
         result = self._parse(token_ids, tools, f"call-{turn}")

@@ -5,6 +5,7 @@
 | sampled_mask | True            | False                                     |
 | logprobs     | as sampled      | NaN, so that a wrong mask is loud         |
 | versions     | as sampled      | −1                                        |
+| supports     | as sampled      | empty                                     |
 | routes       | where reported, in the order of the reports; elsewhere `ROUTE_SENTINEL`     |
 """
 
@@ -71,6 +72,7 @@ def _trajectory(attempt_id: str, index: int, segment: Segment, num_shared: int) 
         put(generation.prompt_ids.numpy(), None)
         put(generation.token_ids.numpy(), generation if number >= num_shared else None)
     put(segment.closing_ids.numpy(), None)
+    supports = _supports(generations, num_shared, position)
     return Trajectory(
         attempt_id=attempt_id,
         segment=index,
@@ -79,8 +81,24 @@ def _trajectory(attempt_id: str, index: int, segment: Segment, num_shared: int) 
         logprobs=Array.of(np.concatenate(logprobs), "float32"),
         versions=Array.of(np.concatenate(versions), "int32"),
         routes=_routes(generations, position),
+        support_ids=supports[0],
+        support_offsets=supports[1],
         temperature=temperatures.pop(),
     )
+
+
+def _supports(generations: Sequence[Generation], num_shared: int, num_tokens: int) -> tuple[Array | None, Array | None]:
+    """int32 [S] and int32 [N+1]: the ids that could be sampled, per token; both None where all were always free."""
+    widths = np.zeros(num_tokens, np.int64)
+    ids: list[NDArray[Any]] = []
+    for generation in generations[num_shared:]:
+        if generation.support_ids is not None and generation.support_offsets is not None:
+            start = generation.position + generation.prompt_ids.shape[0]
+            widths[start : start + generation.token_ids.shape[0]] = np.diff(generation.support_offsets.numpy())
+            ids.append(generation.support_ids.numpy())
+    if not widths.any():
+        return None, None
+    return Array.of(np.concatenate(ids), "int32"), Array.of(np.cumsum([0, *widths]), "int32")
 
 
 def _check(generation: Generation, where: str) -> None:

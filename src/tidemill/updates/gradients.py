@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.models.logprobs import support_logprobs
 from tidemill.models.transformer import Transformer
 from tidemill.updates.losses import Metrics, behaviour_metrics
 from tidemill.updates.packing import PackedBatch, only
@@ -41,9 +42,7 @@ def forward(model: Transformer, packed: PackedBatch, min_gate_share: float) -> F
         packed.tokens_T, packed.positions_T, packed.cu_seqlens, packed.routes_TLK, min_gate_share
     )
     rows_M = packed.mask_T.nonzero().squeeze(1)
-    logprobs_M, entropy_M = model.token_logprobs(
-        out.hidden_TD[rows_M], packed.targets_T[rows_M], packed.temperature_T[rows_M].to(out.hidden_TD.dtype)
-    )
+    logprobs_M, entropy_M = _target_logprobs(model, out.hidden_TD[rows_M], packed, rows_M)
     zeros_T = out.hidden_TD.new_zeros(packed.num_tokens)
     num_experts = model.config.num_experts
     counts = [torch.bincount(ids_TK.flatten(), minlength=num_experts) for ids_TK in out.routes_TLK.unbind(1)]
@@ -54,6 +53,24 @@ def forward(model: Transformer, packed: PackedBatch, min_gate_share: float) -> F
         num_replaced=out.num_replaced,
         num_missing=out.num_missing,
     )
+
+
+def _target_logprobs(
+    model: Transformer, hidden_MD: Tensor, packed: PackedBatch, rows_M: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of the targets at `rows_M`, each under what could be sampled there."""
+    targets_M, temperature_M = packed.targets_T[rows_M], packed.temperature_T[rows_M].to(hidden_MD.dtype)
+    if packed.supports_TS is None:
+        return model.token_logprobs(hidden_MD, targets_M, temperature_M)
+    supports_MS = packed.supports_TS[rows_M]
+    is_narrow_M = supports_MS[:, 0] >= 0
+    narrow_N, free_N = is_narrow_M.nonzero().squeeze(1), (~is_narrow_M).nonzero().squeeze(1)
+    under_support = support_logprobs(
+        hidden_MD[narrow_N], model.head_VD, targets_M[narrow_N], supports_MS[narrow_N], temperature_M[narrow_N]
+    )
+    under_all = model.token_logprobs(hidden_MD[free_N], targets_M[free_N], temperature_M[free_N])
+    order_M = torch.cat((narrow_N, free_N)).argsort()
+    return (torch.cat((under_support[0], under_all[0]))[order_M], torch.cat((under_support[1], under_all[1]))[order_M])
 
 
 class Tally:

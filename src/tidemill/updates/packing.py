@@ -50,6 +50,8 @@ class PackedBatch:
     """Attempt ids (or names of text rows), for the sums per attempt and to name a sample in an error."""
     routes_TLK: Tensor | None
     """int32: expert ids to replay, `ROUTE_SENTINEL` where unknown; None where no sequence has any."""
+    supports_TS: Tensor | None = None
+    """int64: ids that the target could have been, −1 behind them; a row of −1 alone: any. None where all are free."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +76,8 @@ class _Piece:
     routes: NDArray[Any] | None
     advantage: float
     temperature: float
+    supports: NDArray[Any] | None = None
+    """[length, S], −1 behind the ids of a row."""
 
 
 def pack(trajectories: Iterable[Trajectory], advantages: Mapping[str, float], *, max_tokens: int) -> list[PackedBatch]:
@@ -110,7 +114,7 @@ def pack_demonstrations(
             raise ValueError(f"attempt {trajectory.attempt_id} has weight {weight}: give 0 or more")
         piece = _piece(trajectory, advantage=0.0, weight=weight, use_routes=False)
         if piece is not None:
-            pieces.append(replace(piece, temperature=1.0))
+            pieces.append(replace(piece, temperature=1.0, supports=None))
     return _micro_batches(pieces, max_tokens)
 
 
@@ -191,7 +195,26 @@ def _piece(trajectory: Trajectory, *, advantage: float, weight: float, use_route
         routes=None if routes is None else routes[: end - 1],
         advantage=advantage,
         temperature=trajectory.temperature,
+        supports=_supports(trajectory, where, end),
     )
+
+
+def _supports(trajectory: Trajectory, where: str, end: int) -> NDArray[Any] | None:
+    """Of the targets 1 to `end` − 1. Raises `ValueError` for a sampled token outside of its support."""
+    if trajectory.support_ids is None or trajectory.support_offsets is None:
+        return None
+    ids, offsets = trajectory.support_ids.numpy(), trajectory.support_offsets.numpy()
+    tokens = trajectory.token_ids.numpy()
+    if len(offsets) != len(tokens) + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+        raise ValueError(f"{where}: the offsets of its supports do not fit {len(tokens)} tokens and {len(ids)} ids")
+    widths = np.diff(offsets)[1:end]
+    padded = np.full((end - 1, max(int(widths.max(initial=0)), 1)), -1, np.int64)
+    column = np.arange(padded.shape[1])
+    padded[column < widths[:, None]] = ids[offsets[1] : offsets[end]]
+    outside = (widths > 0) & ~(padded == tokens[1:end, None]).any(1)
+    if outside.any():
+        raise ValueError(f"{where}: token {int(np.flatnonzero(outside)[0]) + 1} is outside of its support")
+    return padded
 
 
 def _micro_batches(pieces: Sequence[_Piece], max_tokens: int) -> list[PackedBatch]:
@@ -241,7 +264,21 @@ def _collate(pieces: Sequence[_Piece]) -> PackedBatch:
         owner_T=each([index[piece.owner] for piece in pieces], torch.int64),
         owners=owners,
         routes_TLK=_routes(pieces),
+        supports_TS=_padded_supports(pieces),
     )
+
+
+def _padded_supports(pieces: Sequence[_Piece]) -> Tensor | None:
+    width = max((piece.supports.shape[1] for piece in pieces if piece.supports is not None), default=0)
+    if width == 0:
+        return None
+    rows = np.full((sum(len(piece.tokens) for piece in pieces), width), -1, np.int64)
+    start = 0
+    for piece in pieces:
+        if piece.supports is not None:
+            rows[start : start + len(piece.tokens), : piece.supports.shape[1]] = piece.supports
+        start += len(piece.tokens)
+    return torch.from_numpy(rows)
 
 
 def _routes(pieces: Sequence[_Piece]) -> Tensor | None:

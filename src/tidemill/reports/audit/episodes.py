@@ -207,12 +207,17 @@ def _supports(
             problems.append(f"{where}: top-p or top-k was used and the support is not recorded")
         return None
     ids, offsets = array(generation["support_ids"]), array(generation["support_offsets"])
-    if len(offsets) != len(tokens) + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
+    if (
+        len(offsets) != len(tokens) + 1
+        or offsets[0] != 0
+        or offsets[-1] != len(ids)
+        or (np.diff(offsets) < narrowed).any()
+    ):
         problems.append(f"{where}: the offsets of its support do not fit {len(tokens)} tokens and {len(ids)} ids")
         return None
     supports = [ids[offsets[t] : offsets[t + 1]] for t in range(len(tokens))]
     for token, support in zip(tokens.tolist(), supports, strict=True):
-        if token not in support:
+        if len(support) and token not in support:  # an empty one left the choice free
             problems.append(f"{where}: token {token} is outside of its support")
             break
     return supports

@@ -133,7 +133,7 @@ def _logprobs(policy: Policy, segment: SegmentFacts, generation: Sampled) -> tup
     logits, counts = forward(config, tensors, segment.token_ids[: end - 1], routes)
     values = []
     for t, token in enumerate(generation.token_ids.tolist()):
-        support = None if generation.supports is None else generation.supports[t]
+        support = None if generation.supports is None or not len(generation.supports[t]) else generation.supports[t]
         values.append(logprob(logits[generation.start + t - 1], token, generation.temperature, support))
     return np.array(values), counts
 

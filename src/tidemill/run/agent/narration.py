@@ -4,8 +4,9 @@ that it ran: it is made printable."""
 from collections.abc import Callable, Sequence
 from typing import final
 
+from tidemill.core.grammar import Grammar
 from tidemill.core.records import Observation, Outcome, Task, ToolCall
-from tidemill.core.seams import Environment, Feedback, Renderer, Score, ToolSpec, Turn
+from tidemill.core.seams import Environment, Feedback, Pointing, Renderer, Score, Spans, ToolSpec, Turn
 from tidemill.text.terminal import printable
 
 Say = Callable[[str], None]
@@ -31,6 +32,9 @@ class NarratedEnvironment:
 
     async def open(self, task: Task) -> str:
         return await self._inner.open(task)
+
+    def spans(self) -> Spans | None:
+        return self._inner.spans() if isinstance(self._inner, Pointing) else None
 
     async def call(self, call: ToolCall) -> Feedback:
         self._say(f"  {called(call)}")
@@ -68,6 +72,9 @@ class NarratedRenderer:
 
     def say(self, calls: Sequence[ToolCall]) -> list[int]:
         return self._inner.say(calls)
+
+    def grammar(self, tools: Sequence[ToolSpec], spans: Spans | None) -> Grammar | None:
+        return self._inner.grammar(tools, spans)
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], turn: int) -> Turn:
         parsed = self._inner.parse(token_ids, tools, turn)
