@@ -150,7 +150,7 @@ def test_a_control_starts_from_the_same_version_0_and_says_what_it_is(run: RunFo
     control = RunFolder(recipe.parent / "control")
     none = ("--pretraining.num-steps", "0", "--demonstrations.num-episodes", "0", "--demonstrations.num-steps", "0")
     short = ("--rl.num-updates", "2", "--evaluation.num-tasks", "1")
-    options = ("--start-from", run.path, "--rl.shuffled-rewards", "True", *none, *short)
+    options = ("--start-from", run.path, "--rl.shuffled-rewards", *none, *short)
     code, output = answer("run", recipe, "--out", control.path, *options)
     assert code == 0, output
     same = [json.loads((folder.store / "versions/00000000.json").read_text())["tensors"] for folder in (run, control)]

@@ -92,9 +92,14 @@ BEHAVIOURS = (
 
 def solving(rows: Iterable[EvalRow]) -> tuple[Measure, ...]:
     """pass@k for k = 1, 2, 4, … and for the number of samples that every task has."""
-    fewest = min((len(part) for part in samples(rows).values()), default=0)
+    fewest = num_samples(rows)
     ks = sorted({1, *(k for k in (2, 4, 8, 16, 32, 64) if k <= fewest), *([fewest] if fewest else [])})
     return tuple(solved_in(k) for k in ks)
+
+
+def num_samples(rows: Iterable[EvalRow]) -> int:
+    """That every task has, at least."""
+    return min((len(part) for part in samples(rows).values()), default=0)
 
 
 def samples(rows: Iterable[EvalRow]) -> dict[str, list[EvalRow]]:
