@@ -17,7 +17,7 @@ recipe = Recipe(
     name="base",
     tasks="../tasksets/mend-v1/manifest.json",
     policy=PolicyConfig(vocab_size=2048, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, expert_size=256),
-    pretraining=PretrainingConfig(num_steps=9_000, num_copying_steps=200, tokens_per_step=1024),
+    pretraining=PretrainingConfig(num_steps=8_000, num_copying_steps=260, tokens_per_step=1024),
     demonstrations=DemonstrationConfig(num_episodes=0, num_steps=0),
     rl=ReinforcementConfig(num_updates=1, group_size=2, groups_per_batch=1),
     evaluation=EvaluationConfig(every=1, num_tasks=1),

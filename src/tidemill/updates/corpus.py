@@ -79,21 +79,26 @@ class EpochOrder:
 class Corpus:
     """An endless stream of rows. `position` after any row, given to `seek` of an equal corpus, goes on from there."""
 
-    def __init__(self, documents: Sequence[Document], *, row_tokens: int, seed: int) -> None:
+    def __init__(self, documents: Sequence[Document], *, row_tokens: int, seed: int, whole: bool = False) -> None:
+        """`whole`: a document that does not fit into what is left of a row begins the next one, and rows are shorter;
+        only a document that is longer than a row is cut."""
         if row_tokens < 2:
             raise ValueError(f"row_tokens is {row_tokens}: a row needs at least a token and its successor")
         self.documents = documents
         self.row_tokens = row_tokens
+        self._whole = whole
         self._order = EpochOrder(len(documents), seed)
         self._offset = 0
         self._fingerprint = _fingerprint(documents, row_tokens, seed)
 
     def next_row(self) -> tuple[Document, ...]:
-        """Pieces of documents, `row_tokens` tokens in all."""
+        """Pieces of documents, `row_tokens` tokens in all; fewer where documents stay whole."""
         pieces = []
         room = self.row_tokens
         while room:
             source = self.documents[self._order.current]
+            if self._whole and pieces and self._offset == 0 and len(source.tokens) > room:
+                break
             end = min(self._offset + room, len(source.tokens))
             here = slice(self._offset, end)
             pieces.append(Document(tokens=source.tokens[here], weights=source.weights[here]))

@@ -24,20 +24,22 @@ SAVE_EVERY_STEPS = 50
 """Of pre-training and demonstrations."""
 SAVE_EVERY_UPDATES = 5
 MAX_PACK_TOKENS = 4096
+WARMUP_STEPS = 40
+"""Of pre-training. Copying is learnt at the full rate only: a warm-up of hundreds of steps would use its share up."""
 STEPS_AT_ONCE = 2000
 """Of pre-training, whose documents are held in memory together."""
 
 
 def learner_config(recipe: Recipe) -> LearnerConfig:
-    def stage(peak_lr: float, num_steps: int, warmup_share: float, **rest: object) -> StageConfig:
+    def stage(peak_lr: float, num_steps: int, warmup_steps: int, **rest: object) -> StageConfig:
         steps = max(num_steps, 1)
-        return StageConfig(peak_lr=peak_lr, num_steps=steps, warmup_steps=int(warmup_share * steps), **rest)  # type: ignore[arg-type]
+        return StageConfig(peak_lr=peak_lr, num_steps=steps, warmup_steps=min(warmup_steps, steps // 5), **rest)  # type: ignore[arg-type]
 
     cpt, sft, rl = recipe.pretraining, recipe.demonstrations, recipe.rl
     return LearnerConfig(
-        cpt=stage(cpt.peak_lr, cpt.num_steps, 0.03, schedule="wsd", weight_decay=0.01, decay_share=0.3),
-        sft=stage(sft.peak_lr, sft.num_steps, 0.05, schedule="cosine"),
-        rl=stage(rl.peak_lr, rl.num_updates, 0.0, max_grad_norm=rl.max_grad_norm),
+        cpt=stage(cpt.peak_lr, cpt.num_steps, WARMUP_STEPS, schedule="wsd", weight_decay=0.01, decay_share=0.3),
+        sft=stage(sft.peak_lr, sft.num_steps, sft.num_steps // 20, schedule="cosine"),
+        rl=stage(rl.peak_lr, rl.num_updates, 0, max_grad_norm=rl.max_grad_norm),
         max_pack_tokens=max(MAX_PACK_TOKENS, recipe.policy.max_context_tokens),
         loss_constant=rl.loss_constant,
         kl_weight=rl.kl_weight,
@@ -116,7 +118,7 @@ async def _pretrain(context: Context, learner: Learner, metrics: MetricsLog) -> 
     for end in stretches(config.num_copying_steps, config.num_steps):
         if learner.step < end:
             made = _documents(context, begin, end)
-            corpus = Corpus(made, row_tokens=config.tokens_per_step, seed=context.recipe.seed)
+            corpus = Corpus(made, row_tokens=config.tokens_per_step, seed=context.recipe.seed, whole=True)
             if learner.step > begin:
                 corpus.seek(learner.position)
             while learner.step < end:
