@@ -8,7 +8,7 @@ from tidemill.core.errors import UsageError
 from tidemill.core.records import encode
 from tidemill.core.seams import Weights
 from tidemill.deltas.store import FolderStore
-from tidemill.models.hf import weights_of
+from tidemill.models.hf import save_folder, weights_of
 from tidemill.models.transformer import init_model
 from tidemill.run.config import (
     DemonstrationConfig,
@@ -20,7 +20,7 @@ from tidemill.run.config import (
 )
 from tidemill.run.folder import RunFolder
 from tidemill.run.services.context import corpus_file, model_config, tokenizer_folder
-from tidemill.run.start import start_weights, take_over
+from tidemill.run.start import find_start, start_weights, take_over
 from tidemill.text.tokenizer import Tokenizer
 
 POLICY = PolicyConfig(
@@ -59,7 +59,7 @@ def published(path: Path) -> tuple[RunFolder, Weights]:
 def test_policy_tokenizer_and_corpus_are_taken_over_bit_for_bit(tmp_path: Path) -> None:
     other, weights = published(tmp_path / "other")
     mine = folder(tmp_path / "mine")
-    take_over(mine, recipe(), other)
+    take_over(mine, recipe(), other.path.resolve())
     assert encode(start_weights(mine)) == encode(weights)
     assert Tokenizer.load(tokenizer_folder(mine)).files() == weights.tokenizer
     assert corpus_file(mine).read_bytes() == b"corpus"
@@ -68,9 +68,9 @@ def test_policy_tokenizer_and_corpus_are_taken_over_bit_for_bit(tmp_path: Path) 
 def test_a_copy_that_was_killed_half_way_is_done_again(tmp_path: Path) -> None:
     other, weights = published(tmp_path / "other")
     mine = folder(tmp_path / "mine")
-    take_over(mine, recipe(), other)
+    take_over(mine, recipe(), other.path.resolve())
     tokenizer_folder(mine).rename(tmp_path / "elsewhere")  # as if it had not come so far
-    take_over(mine, recipe(), other)
+    take_over(mine, recipe(), other.path.resolve())
     assert encode(start_weights(mine)) == encode(weights)
 
 
@@ -78,16 +78,32 @@ def test_another_shape_is_named(tmp_path: Path) -> None:
     other, _ = published(tmp_path / "other")
     wide = PolicyConfig(**{**vars(POLICY), "hidden_size": 32})
     with pytest.raises(UsageError, match=r"hidden_size 16, not 32") as caught:
-        take_over(folder(tmp_path / "mine"), recipe(wide), other)
+        take_over(folder(tmp_path / "mine"), recipe(wide), other.path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_run_that_has_published_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no version 0"):
-        take_over(folder(tmp_path / "mine"), recipe(), folder(tmp_path / "other"))
+        take_over(folder(tmp_path / "mine"), recipe(), folder(tmp_path / "other").path)
 
 
 def test_a_run_cannot_start_from_itself(tmp_path: Path) -> None:
     mine, _ = published(tmp_path / "mine")
     with pytest.raises(UsageError, match="own folder"):
-        take_over(mine, recipe(), mine)
+        take_over(mine, recipe(), mine.path.resolve())
+
+
+def test_a_policy_in_the_hugging_face_layout_will_do(tmp_path: Path) -> None:
+    _, weights = published(tmp_path / "other")
+    save_folder(weights, tmp_path / "policy")
+    mine = folder(tmp_path / "mine")
+    take_over(mine, recipe(), tmp_path / "policy")
+    assert encode(start_weights(mine).tensors) == encode(weights.tensors)
+    assert not corpus_file(mine).exists()
+
+
+def test_where_to_start_from_is_looked_up_here_and_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    assert find_start("policy", tmp_path) == (tmp_path / "policy").resolve()
+    with pytest.raises(UsageError, match="start_from is nowhere"):
+        find_start("nowhere", tmp_path)

@@ -168,8 +168,9 @@ class Recipe:
     tasks: str
     """A task manifest (`.json`) or a task set folder; relative to the recipe's file."""
     start_from: str | None = None
-    """Folder of another run, relative to where the command runs: this one begins with the policy of its version 0, its
-    tokenizer and its corpus. That policy has read no held-out module of *its* tasks: keep the same ones."""
+    """Folder of another run, whose version 0 this one begins with, or of a policy in the Hugging Face layout; relative
+    to where the command runs, or else to the recipe's file. It has read no held-out module of *its* tasks: keep the
+    same ones."""
     seed: int = 0
     policy: PolicyConfig = PolicyConfig()
     pretraining: PretrainingConfig

@@ -20,6 +20,7 @@ from tidemill.run.progress import Progress
 from tidemill.run.services.context import overrides_file, recipe_file, tasks_folder
 from tidemill.run.services.curriculum import rl_tasks
 from tidemill.run.services.rollouts import open_tier
+from tidemill.run.start import find_start
 from tidemill.run.supervisor import Service, Supervisor
 from tidemill.tasks.folder import load
 
@@ -49,13 +50,14 @@ def train(folder: RunFolder, recipe: Recipe, path: Path, overrides: list[str], *
     source = path.resolve().parent / recipe.tasks
     if not source.exists() and not tasks_folder(folder).exists():
         raise UsageError(f"the recipe's tasks are not at {source}: give a task manifest or a task set folder")
+    start = None if recipe.start_from is None else find_start(recipe.start_from, path.resolve().parent)
     info = folder.prepare(recipe=recipe_digest(recipe), recipe_name=recipe.name)
     if not overrides_file(folder).exists():
         shutil.copyfile(path, recipe_file(folder))
         write_whole(overrides_file(folder), json.dumps(overrides).encode())
     say = Progress(folder, recipe, started_s)
     say(f"run {info.run_id} in {folder.path}")
-    asyncio.run(_prepare(folder, recipe, source, say, f"{info.run_id}-prepare"))
+    asyncio.run(_prepare(folder, recipe, source=source, start=start, say=say, label=f"{info.run_id}-prepare"))
     tasks = load(tasks_folder(folder)).tasks
     if not rl_tasks(tasks, recipe):
         raise UsageError(f"no training task has at most max_window_lines {recipe.max_window_lines} lines: raise it")
@@ -69,11 +71,13 @@ def train(folder: RunFolder, recipe: Recipe, path: Path, overrides: list[str], *
     return 0
 
 
-async def _prepare(folder: RunFolder, recipe: Recipe, source: Path, say: Progress, label: str) -> None:
+async def _prepare(
+    folder: RunFolder, recipe: Recipe, *, source: Path, start: Path | None, say: Progress, label: str
+) -> None:
     tier = open_tier(recipe.rollouts.tier, label)
     tier.reap()
     try:
-        await prepare(folder, recipe, source, tier, say)
+        await prepare(folder, recipe, tier, source=source, start=start, say=say)
     finally:
         await tier.close()
 

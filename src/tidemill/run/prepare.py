@@ -24,8 +24,11 @@ from tidemill.tasks.vault import FolderVault
 Say = Callable[[str], None]
 
 
-async def prepare(folder: RunFolder, recipe: Recipe, source: Path, tier: SandboxTier, say: Say) -> None:
-    """Idempotent: what an earlier start has made stands. `source` is the recipe's task manifest or task set folder."""
+async def prepare(
+    folder: RunFolder, recipe: Recipe, tier: SandboxTier, *, source: Path, start: Path | None, say: Say
+) -> None:
+    """Idempotent: what an earlier start has made stands. `source` is the recipe's task manifest or task set folder,
+    `start` what `Recipe.start_from` names."""
     tasks_path = tasks_folder(folder)
     if not tasks_path.exists():
         say(f"tasks: {source}")
@@ -38,15 +41,18 @@ async def prepare(folder: RunFolder, recipe: Recipe, source: Path, tier: Sandbox
             await asyncio.to_thread(shutil.copytree, source, aside)
         await _validate(load(aside), recipe, tier, say)
         os.rename(aside, tasks_path)
-    if not tokenizer_folder(folder).exists() and recipe.start_from is not None:
-        say(f"policy, tokenizer and corpus: those of {recipe.start_from}")
-        await asyncio.to_thread(take_over, folder, recipe, RunFolder(Path(recipe.start_from)))
-    if not tokenizer_folder(folder).exists():
-        if not corpus_file(folder).exists():
-            say("corpus: reading this machine's Python files")
-            held_out = held_out_sources(source, load(tasks_path))
-            corpus = read_machine(recipe.pretraining, held_out=held_out, seed=recipe.seed)
-            save_corpus(corpus, corpus_file(folder))
+    if not tokenizer_folder(folder).exists() and start is not None:
+        say(f"policy and tokenizer: those of {start}")
+        await asyncio.to_thread(take_over, folder, recipe, start)
+    is_named = tokenizer_folder(folder).exists()
+    if not corpus_file(folder).exists() and (recipe.pretraining.num_steps or not is_named):
+        say("corpus: reading this machine's Python files")
+        held_out = held_out_sources(source, load(tasks_path))
+        save_corpus(
+            read_machine(recipe.pretraining, held_out=held_out, seed=recipe.seed),
+            corpus_file(folder),
+        )
+    if not is_named:
         corpus = load_corpus(corpus_file(folder))
         num_chars = sum(len(function.source) for function in corpus)
         say(f"corpus: {len(corpus)} functions, {num_chars / 1e6:.1f} MB; training the tokenizer")

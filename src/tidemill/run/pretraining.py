@@ -1,8 +1,8 @@
 """What a policy reads before it acts: the corpus, the tokenizer and the documents of pre-training.
 
 First, for some steps, random tokens that come twice: attention that copies forms on them within a minute or two, on
-code alone not within ten (docs/log.md). Then documents that look like the opening of an episode and its first turns,
-so that nothing has to be learnt twice: the statement, the window on a faulty function, the edits that mend it, the test.
+code alone not within ten (docs/log.md). Then documents like the opening of an episode and its first turns, so that
+nothing has to be learnt twice: the statement, the window on a faulty function, the edits that mend it, the test.
 """
 
 import itertools

@@ -1,14 +1,15 @@
-"""A run that starts from another one's version 0: tokenizer, corpus and policy are copied, and the other left alone."""
+"""A run that starts from another one's version 0, or from a policy's folder: what it needs is copied."""
 
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-from tidemill.core.errors import StoreError, UsageError
+from tidemill.core.errors import ModelError, StoreError, UsageError
 from tidemill.core.seams import Weights
 from tidemill.deltas.store import FolderStore
 from tidemill.models.config import config_from_hf
+from tidemill.models.hf import load_folder
 from tidemill.run.config import Recipe
 from tidemill.run.folder import RunFolder
 from tidemill.run.services.context import corpus_file, model_config, tokenizer_folder
@@ -20,35 +21,57 @@ def start_folder(folder: RunFolder) -> Path:
     return folder.path / "start"
 
 
-def take_over(folder: RunFolder, recipe: Recipe, other: RunFolder) -> None:
+def find_start(wanted: str, beside: Path) -> Path:
+    """The folder that `Recipe.start_from` means: from where the command runs, else from beside the recipe."""
+    for path in (Path(wanted), beside / wanted):
+        if path.is_dir():
+            return path.resolve()
+    raise UsageError(f"start_from is {wanted}: no folder there, nor in {beside}; give a run's, or a policy's")
+
+
+def take_over(folder: RunFolder, recipe: Recipe, start: Path) -> None:
     """Copy what `recipe.start_from` names. Idempotent: the tokenizer comes last, and with it all is there.
 
-    Raises `UsageError` where `other` has published nothing, or where its policy has another shape than the recipe's.
+    Raises `UsageError` where there is nothing to start from, or a policy of another shape than the recipe's.
     """
-    if other.path == folder.path:
-        raise UsageError(f"start_from is {other.path}, this run's own folder: give that of another run")
-    other.info()
-    try:
-        weights = FolderStore(other.store).load(0) if other.store.exists() else None
-    except StoreError as error:
-        raise UsageError(f"start_from {other.path} has no version 0 to start from: {error}") from error
-    if weights is None:
-        raise UsageError(f"start_from {other.path} has no version 0 to start from: it holds no store")
+    if start == folder.path.resolve():
+        raise UsageError(f"start_from is {start}, this run's own folder: give that of another run")
+    weights, run_id = _policy_folder(start) if (start / "config.json").exists() else _run_folder(start, folder)
     tokenizer = Tokenizer.from_files(weights.tokenizer)
     wanted, found = model_config(recipe.policy, tokenizer.vocab_size), config_from_hf(weights.config)
     if wanted != found:
         names = [name for name in vars(found) if getattr(found, name) != getattr(wanted, name)]
         told = ", ".join(f"{name} {getattr(found, name)}, not {getattr(wanted, name)}" for name in names)
-        raise UsageError(f"the policy of {other.path} has {told}: put its shape into the recipe's `policy`")
+        raise UsageError(f"the policy of {start} has {told}: put its shape into the recipe's `policy`")
+    FolderStore(start_folder(folder)).publish(weights, version=0, batch=None, step=0, run_id=run_id)
+    whole = Path(tempfile.mkdtemp(dir=folder.path, prefix=".tokenizer-"))
+    tokenizer.save(whole)
+    os.rename(whole, tokenizer_folder(folder))
+
+
+def _policy_folder(path: Path) -> tuple[Weights, str]:
+    """In the Hugging Face layout, with our tokenizer."""
+    try:
+        return load_folder(path), path.name
+    except ModelError as error:
+        raise UsageError(f"start_from {path}: {error}") from error
+
+
+def _run_folder(path: Path, folder: RunFolder) -> tuple[Weights, str]:
+    """Version 0 of another run, and its corpus, which is copied."""
+    other = RunFolder(path)
+    run_id = other.info().run_id
+    try:
+        weights = FolderStore(other.store).load(0) if other.store.exists() else None
+    except StoreError as error:
+        raise UsageError(f"start_from {path} has no version 0 to start from: {error}") from error
+    if weights is None:
+        raise UsageError(f"start_from {path} has no version 0 to start from: it holds no store")
     if corpus_file(other).exists() and not corpus_file(folder).exists():
         aside = folder.path / ".corpus"
         shutil.copyfile(corpus_file(other), aside)
         os.replace(aside, corpus_file(folder))
-    store = FolderStore(start_folder(folder))
-    store.publish(weights, version=0, batch=None, step=0, run_id=other.info().run_id)
-    whole = Path(tempfile.mkdtemp(dir=folder.path, prefix=".tokenizer-"))
-    tokenizer.save(whole)
-    os.rename(whole, tokenizer_folder(folder))
+    return weights, run_id
 
 
 def start_weights(folder: RunFolder) -> Weights:

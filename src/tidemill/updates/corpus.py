@@ -93,7 +93,7 @@ class Corpus:
 
     def next_row(self) -> tuple[Document, ...]:
         """Pieces of documents, `row_tokens` tokens in all; fewer where documents stay whole."""
-        pieces = []
+        pieces: list[Document] = []
         room = self.row_tokens
         while room:
             source = self.documents[self._order.current]
