@@ -62,7 +62,7 @@ def sparse_bits(num: NDArray[np.int64], octaves: NDArray[np.int64]) -> float:
     moved = octaves.sum(axis=1)
     bits = sum(_bernoulli(n, k) for n, k in zip(num.tolist(), moved.tolist(), strict=True) if k)
     mantissas = (octaves * np.arange(octaves.shape[1])).sum()
-    return bits + sum(entropy(row.tolist()) for row in octaves if row.any()) + float(mantissas + moved.sum())
+    return bits + sum(entropy(row) for row in octaves[moved > 0].tolist()) + float(mantissas + moved.sum())
 
 
 def _span(counts: NDArray[np.int64]) -> range:

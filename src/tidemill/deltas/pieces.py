@@ -29,6 +29,8 @@ SAMPLE = 1 << 16
 """Weights that the forecast of a dense coding looks at."""
 DENSE_SHARE = 0.25
 """Below this share of moved weights the dense coding is not even forecast."""
+DENSE_COST = 0.6
+"""Where many weights moved, the sparse coding takes ten times as long as planes: it must save that much to be taken."""
 SPARSE_BITS = 32
 """The sparse coding is for words of at most this width."""
 
@@ -47,21 +49,21 @@ def encode_piece(old: Words, new: Words, place: Place) -> tuple[Coding, bytes]:
     index = np.flatnonzero(old != new)
     if index.size == 0:
         return Coding.SAME, b""
-    found = sparse.moves(old, new, index, place) if kind.bits <= SPARSE_BITS else None
-    if found is not None and index.size < DENSE_SHARE * old.size:
-        return Coding.SPARSE, sparse.encode(old, found, place)
+    if kind.bits <= SPARSE_BITS and index.size < DENSE_SHARE * old.size:
+        return Coding.SPARSE, sparse.encode(old, sparse.moves(old, new, index, place), place)
     size = min(SAMPLE, old.size)
     sample = slice((old.size - size) // 2, (old.size - size) // 2 + size)
-    scale = old.size / size
-    forecasts = {
-        Coding.PLANES: scale * len(_planes(_zigzag(old[sample], new[sample], kind))),
-        Coding.WHOLE: scale * len(_planes(new[sample])),
+    before, after = old[sample], new[sample]
+    forecasts: dict[Coding, float] = {
+        Coding.PLANES: len(_planes(_zigzag(before, after, kind))),
+        Coding.WHOLE: len(_planes(after)),
     }
-    if found is not None:
-        forecasts[Coding.SPARSE] = found.estimate_bytes()
+    if kind.bits <= SPARSE_BITS:
+        moved = sparse.moves(before, after, np.flatnonzero(before != after), place)
+        forecasts[Coding.SPARSE] = moved.estimate_bytes() / DENSE_COST
     best = min(forecasts, key=lambda coding: forecasts[coding])
-    if best == Coding.SPARSE and found is not None:
-        return best, sparse.encode(old, found, place)
+    if best == Coding.SPARSE:
+        return best, sparse.encode(old, sparse.moves(old, new, index, place), place)
     return best, _planes(_zigzag(old, new, kind) if best == Coding.PLANES else new)
 
 
