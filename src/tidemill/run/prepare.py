@@ -11,7 +11,7 @@ from tidemill.core.errors import TaskError
 from tidemill.core.seams import SandboxTier
 from tidemill.run.config import Recipe
 from tidemill.run.folder import RunFolder
-from tidemill.run.pretraining import load_corpus, read_machine, save_corpus, train_tokenizer
+from tidemill.run.pretraining import load_corpus, read_code, save_corpus, train_tokenizer
 from tidemill.run.services.context import corpus_file, tasks_folder, tokenizer_folder
 from tidemill.run.start import take_over
 from tidemill.tasks.check import check
@@ -47,11 +47,9 @@ async def prepare(
     is_named = tokenizer_folder(folder).exists()
     if not corpus_file(folder).exists() and (recipe.pretraining.num_steps or not is_named):
         say("corpus: reading this machine's Python files")
-        held_out = held_out_sources(source, load(tasks_path))
-        save_corpus(
-            read_machine(recipe.pretraining, held_out=held_out, seed=recipe.seed),
-            corpus_file(folder),
-        )
+        own, held_out = sources_by_split(source, load(tasks_path))
+        corpus = read_code(recipe.pretraining, own=own, held_out=held_out, seed=recipe.seed)
+        save_corpus(corpus, corpus_file(folder))
     if not is_named:
         corpus = load_corpus(corpus_file(folder))
         num_chars = sum(len(function.source) for function in corpus)
@@ -62,12 +60,14 @@ async def prepare(
         os.rename(with_name, tokenizer_folder(folder))
 
 
-def held_out_sources(source: Path, tasks: TaskSet) -> list[str]:
-    """Whole files of modules that the policy is examined on: healthy from the packages, faulty from the workspaces."""
-    found = []
+def sources_by_split(source: Path, tasks: TaskSet) -> tuple[list[tuple[str, str]], list[str]]:
+    """Files (name, source) of the packages' training modules, and whole files of modules that the policy is examined
+    on: healthy from the packages, faulty from the workspaces."""
+    own: list[tuple[str, str]] = []
+    held_out: list[str] = []
     for task in tasks.tasks:
         if task.split != "train" and "path" in task.data:
-            found += [
+            held_out += [
                 file.data.decode("utf-8", "replace")
                 for file in tasks.workspace(task).files
                 if file.path == task.data["path"]
@@ -75,12 +75,12 @@ def held_out_sources(source: Path, tasks: TaskSet) -> list[str]:
     if source.suffix == ".json":
         manifest = load_manifest(source)
         for _, layout in fetch_materials(manifest.packages):
-            found += [
-                text
-                for path, text in layout.sources.items()
-                if split_of(module_name(path), manifest.split_seed) != "train"
-            ]
-    return list(dict.fromkeys(found))
+            for path, text in layout.sources.items():
+                if split_of(module_name(path), manifest.split_seed) == "train":
+                    own.append((path, text))
+                else:
+                    held_out.append(text)
+    return own, list(dict.fromkeys(held_out))
 
 
 async def _validate(tasks: TaskSet, recipe: Recipe, tier: SandboxTier, say: Say) -> None:

@@ -35,11 +35,17 @@ HINT_PROBABILITY, TRUE_HINT_PROBABILITY = 0.3, 0.6
 """That a document names a line where an exception came up, and that it is a faulty one: about as often as tests do."""
 
 
-def read_machine(config: PretrainingConfig, *, held_out: Sequence[str], seed: int) -> list[CodeFunction]:
-    """Functions of this machine's Python files, none of them in the `held_out` sources."""
-    files = python_files(machine_roots(), max_files=MAX_FILES, seed=seed)
+def read_code(
+    config: PretrainingConfig, *, own: Sequence[tuple[str, str]], held_out: Sequence[str], seed: int
+) -> list[CodeFunction]:
+    """Functions of `own` files (name, source), then of this machine's; none of them in the `held_out` sources."""
     return code_corpus(
-        files, held_out=held_out, max_functions=config.max_functions, max_lines=MAX_LINES, max_chars=MAX_CHARS
+        python_files(machine_roots(), max_files=MAX_FILES, seed=seed),
+        first=own,
+        held_out=held_out,
+        max_functions=config.max_functions,
+        max_lines=MAX_LINES,
+        max_chars=MAX_CHARS,
     )
 
 

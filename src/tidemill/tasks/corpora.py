@@ -11,6 +11,7 @@ import random
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 SKIPPED_FOLDERS = frozenset(
@@ -59,6 +60,15 @@ def syntax_digest(source: str) -> str | None:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
+def _read(files: Iterable[tuple[Path, Path]]) -> Iterator[tuple[str, str]]:
+    """Name and source; what cannot be read is left out."""
+    for root, path in files:
+        try:
+            yield path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+
+
 def machine_roots() -> list[Path]:
     """Where Python code lies on this machine: the standard library and what is installed beside Tidemill."""
     paths = sysconfig.get_paths()
@@ -85,12 +95,14 @@ def code_corpus(
     *,
     held_out: Iterable[str],
     max_functions: int,
+    first: Iterable[tuple[str, str]] = (),
     max_lines: int = 40,
     max_chars: int = 1200,
 ) -> list[CodeFunction]:
     """Distinct functions of `files`, without any whose syntax tree occurs in the `held_out` sources.
 
-    `held_out` are whole files. Duplicates, by syntax tree, are kept once.
+    `held_out` are whole files. `first`: name and source of files to take before the others. Duplicates, by syntax tree,
+    are kept once.
     """
     seen: set[str] = set()
     for source in held_out:
@@ -98,12 +110,7 @@ def code_corpus(
             if (digest := syntax_digest(function.source)) is not None:
                 seen.add(digest)
     corpus: list[CodeFunction] = []
-    for root, path in files:
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        name = path.relative_to(root).as_posix()
+    for name, source in chain(first, _read(files)):
         for function in functions_of(source, name, max_lines=max_lines, max_chars=max_chars):
             digest = syntax_digest(function.source)
             if digest is not None and digest not in seen:
