@@ -74,7 +74,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 async def _evaluate(arguments: argparse.Namespace) -> tuple[str, Path, list[EvalRow]]:
     """Who was examined, the file, and its rows of the wanted tasks and samples."""
-    async with _task_set(arguments) as tasks, examinee(arguments, tasks) as who:
+    async with examinee(arguments) as who, _task_set(arguments) as tasks:
         lines = arguments.max_window_lines or who.max_window_lines
         seed = who.seed if arguments.seed is None else arguments.seed
         names = chosen(tasks.tasks, arguments.split, max_window_lines=lines, seed=seed, purpose="evaluation")
@@ -97,7 +97,7 @@ async def _evaluate(arguments: argparse.Namespace) -> tuple[str, Path, list[Eval
             known = results.known()
             wanted = [(name, n) for n in range(arguments.samples) for name in names if (name, n) not in known]
             if wanted:
-                await _play(arguments, who, tasks.folder, results, wanted=wanted, seed=seed)
+                await _play(arguments, who, tasks, results, wanted=wanted, seed=seed)
             inside = set(names)
             rows = [row for row in results.rows() if row.task_id in inside and row.sample < arguments.samples]
     return who.name, path, rows
@@ -106,26 +106,26 @@ async def _evaluate(arguments: argparse.Namespace) -> tuple[str, Path, list[Eval
 async def _play(
     arguments: argparse.Namespace,
     who: Examinee,
-    folder: Path,
+    tasks: TaskSet,
     results: Results,
     *,
     wanted: Sequence[tuple[str, int]],
     seed: int,
 ) -> None:
     slots, progress = asyncio.Semaphore(arguments.slots), _Progress(len(wanted))
-    version = who.player.version
+    player = who.player(tasks)
     tier = open_tier(arguments.tier, LABEL)
     tier.reap()
     try:
-        workshop = await open_workshop(folder, tier, who.environments, keeps_verdicts=True)
+        workshop = await open_workshop(tasks.folder, tier, who.environments, keeps_verdicts=True)
 
         async def one(task_id: str, sample: int) -> None:
             async with slots:
                 attempt, episode = await played(
-                    lambda attempt: who.player.play(workshop, attempt), version, task_id, sample, seed=seed
+                    lambda attempt: player.play(workshop, attempt), player.version, task_id, sample, seed=seed
                 )
             task = workshop.tasks.task(task_id)
-            results.add(row_of(task, attempt, episode, results.keep(episode), version=version, sample=sample))
+            results.add(row_of(task, attempt, episode, results.keep(episode), version=player.version, sample=sample))
             progress.tell(episode)
 
         print(f"{who.name}: {len(wanted)} attempts at {arguments.split} tasks, into {results.path}", flush=True)

@@ -29,20 +29,21 @@ class Examinee:
     """Who is examined, and how the rest is chosen where the command line leaves it open."""
 
     name: str
-    player: Player
     about: About
+    player: Callable[[TaskSet], Player]
+    """For tasks of this set."""
     seed: int = 0
     max_window_lines: int | None = None
     environments: Mapping[str, Callable[[], Environment]] = field(default_factory=dict)
 
 
-def examinee(arguments: argparse.Namespace, tasks: TaskSet) -> AbstractAsyncContextManager[Examinee]:
+def examinee(arguments: argparse.Namespace) -> AbstractAsyncContextManager[Examinee]:
     """To be entered inside the event loop that plays. Raises `UsageError`, `EngineError`, `StoreError`."""
     if arguments.checkpoint is not None:
         return _checkpoint(arguments)
     if arguments.endpoint is not None:
         return _endpoint(arguments)
-    return _agent(arguments, tasks)
+    return _agent(arguments)
 
 
 def run_and_version(checkpoint: str) -> tuple[RunFolder, int | None]:
@@ -92,7 +93,7 @@ async def _checkpoint(arguments: argparse.Namespace) -> AsyncIterator[Examinee]:
         engine.swap(version, weights)
         yield Examinee(
             name=f"{folder.path.name}@{version}",
-            player=PolicyPlayer(engine, tokenizer, recipe, version=version, temperature=temperature),
+            player=lambda tasks: PolicyPlayer(engine, tokenizer, recipe, version=version, temperature=temperature),
             about={"run_id": folder.info().run_id, "version": version, "temperature": temperature},
             seed=recipe.seed,
             max_window_lines=recipe.max_window_lines,
@@ -121,27 +122,20 @@ async def _endpoint(arguments: argparse.Namespace) -> AsyncIterator[Examinee]:
             if len(served) != 1:
                 raise UsageError(f"{client.endpoint} serves {', '.join(served[:8]) or 'nothing'}: choose with --model")
             client.model = served[0]
+        limits = {"max_sampled_tokens": arguments.max_sampled_tokens, "wall_s": arguments.wall_s}
         yield Examinee(
             name=client.model,
-            player=ChatPlayer(
-                client,
-                temperature=temperature,
-                max_sampled_tokens=arguments.max_sampled_tokens,
-                wall_s=arguments.wall_s,
-            ),
-            about={
-                "endpoint": client.endpoint,
-                "temperature": temperature,
-                "max_sampled_tokens": arguments.max_sampled_tokens,
-                "wall_s": arguments.wall_s,
-            },
+            player=lambda tasks: ChatPlayer(client, temperature=temperature, **limits),
+            about={"endpoint": client.endpoint, "temperature": temperature, **limits},
         )
     finally:
         await client.close()
 
 
 @asynccontextmanager
-async def _agent(arguments: argparse.Namespace, tasks: TaskSet) -> AsyncIterator[Examinee]:
-    texts = ["\n".join(window(tasks, task)) for task in tasks.tasks if "last_line" in task.data]
-    tokenizer = await asyncio.to_thread(Tokenizer.train, texts, AGENT_VOCABULARY)
-    yield Examinee(name=arguments.agent, player=ScriptedPlayer(arguments.agent, tokenizer), about={})
+async def _agent(arguments: argparse.Namespace) -> AsyncIterator[Examinee]:
+    def player(tasks: TaskSet) -> Player:
+        texts = ["\n".join(window(tasks, task)) for task in tasks.tasks if "last_line" in task.data]
+        return ScriptedPlayer(arguments.agent, Tokenizer.train(texts, AGENT_VOCABULARY))
+
+    yield Examinee(name=arguments.agent, player=player, about={})
