@@ -77,7 +77,9 @@ def serve_s3(ready: Any) -> None:
     import logging
 
     from moto.server import ThreadedMotoServer
+    from werkzeug.serving import WSGIRequestHandler
 
+    WSGIRequestHandler.protocol_version = "HTTP/1.1"  # connections are kept, as S3 keeps them
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()

@@ -121,7 +121,10 @@ class ObjectStore(SnapshotStore):
             return True
 
         # An answer that was lost may have committed: the second try then finds the manifest, and `publish` compares.
-        return again(create, f"committing version {version}")
+        created = again(create, f"committing version {version}")
+        if created:
+            self._manifests[version] = manifest
+        return created
 
     def _read(self, version: int) -> bytes | None:
         def read() -> bytes | None:
