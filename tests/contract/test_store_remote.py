@@ -158,8 +158,10 @@ def test_a_service_that_is_away_is_one_clear_error(monkeypatch: pytest.MonkeyPat
         raise OSError("503 Slow Down")
 
     monkeypatch.setattr(store._fs, "cat_file", away)
-    with pytest.raises(BlobError, match="failed 5 times: 503 Slow Down"):
+    with pytest.raises(StoreError, match="failed 5 times: 503 Slow Down"):
         store.load(0)
+    with pytest.raises(BlobError, match="failed 5 times: 503 Slow Down"):
+        ObjectStore("memory://away/store").load(0)
     with pytest.raises(UsageError, match="exclusive creation"):
         ObjectStore("http://example.invalid/store")
 
