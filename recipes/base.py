@@ -1,7 +1,10 @@
 """A base policy: pre-training alone, for longer than a demo may take; other recipes start from it (`start_from`).
 
-About an hour on one core. No module that the tasks hold out is read, nor seen by the tokenizer. Stop it once version 0 is
-published: the update that follows is there because a run has at least one.
+Half an hour on a quiet core. No module that the tasks hold out is read, nor seen by the tokenizer. Stop it once
+version 0 is published (the update that follows is there because a run has at least one), and take it out of the run:
+
+    tidemill run recipes/base.py
+    tidemill weights pull runs/base/store 0 -o policies/mend-2m
 """
 
 from tidemill.run.config import (
