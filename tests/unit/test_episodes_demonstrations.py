@@ -7,7 +7,7 @@ import pytest
 
 from support.mend_task import FAULTY, GOLD, PATH, World, mend_world, tree
 from tidemill.core.records import Attempt, Episode
-from tidemill.episodes.demonstrations import Demonstrator, NoOp, swapped_word, swapped_words
+from tidemill.episodes.demonstrations import Demonstrator, NoOp, swapped_word, swapped_words, taken_back
 from tidemill.episodes.generation import Sampling
 from tidemill.episodes.grading import Grader
 from tidemill.episodes.harness import run_episode
@@ -19,6 +19,7 @@ from tidemill.sandboxes.local import LocalTier
 from tidemill.text.compact import CompactRenderer
 from tidemill.text.tokenizer import Tokenizer
 from tidemill.text.windows import edits_between
+from tidemill.trajectories.build import trajectories, without_steps
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +157,18 @@ def test_all_words_that_can_be_swapped_are_those_that_are_drawn() -> None:
     drawn = {swapped_word(FAULTY, 4, 10, random.Random(seed)) for seed in range(2000)} - {None}
     assert drawn <= set(every)
     assert len(drawn) > 0.8 * len(every)
+
+
+def test_what_a_demonstration_takes_back_is_shown_and_not_taught(tokenizer: Tokenizer) -> None:
+    world = here(max_steps=12)
+    policy = Demonstrator(world.task, world.repository, world.hidden, gold_probability=0.0, seed=1)
+    episode = demonstrated(world, policy, tokenizer, 1)
+    (segment,) = episode.segments
+    (before,) = trajectories(episode)
+    wrong = taken_back(segment.steps)
+    assert wrong and calls(episode).count("undo") == len(wrong)
+    after = without_steps(before, segment, wrong)
+    gone = before.sampled_mask.numpy() & ~after.sampled_mask.numpy()
+    assert gone.sum() == sum(segment.steps[index].generation.token_ids.shape[0] for index in wrong)
+    last_edit = max(index for index, step in enumerate(segment.steps) if step.calls[0].name == "edit")
+    assert last_edit not in wrong, "the edit that mended it is taught"

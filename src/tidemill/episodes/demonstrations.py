@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from tidemill.core.errors import TaskError
-from tidemill.core.records import Task, ToolCall, Tree, Verifier
+from tidemill.core.records import Step, Task, ToolCall, Tree, Verifier
 from tidemill.episodes.mend import PASSED, first_window
 from tidemill.episodes.syntax import syntax_error
 from tidemill.text.tokenizer import pieces
@@ -129,6 +129,19 @@ class Demonstrator:
         index = self._window_start + int(call.arguments["line"]) - 2
         lines[index] = lines[index].replace(str(call.arguments["old"]), str(call.arguments["new"]), 1)
         return "\n".join(lines)
+
+
+def taken_back(steps: Sequence[Step]) -> list[int]:
+    """Indices of the edits that an `undo` took back: mistakes that a demonstration shows, and should not teach."""
+    standing: list[int] = []
+    found: list[int] = []
+    for index, step in enumerate(steps):
+        for call, observation in zip(step.calls, step.observations, strict=False):
+            if call.name == "edit" and observation.error is None:
+                standing.append(index)
+            elif call.name == "undo" and observation.error is None:
+                found.append(standing.pop())
+    return sorted(found)
 
 
 def _call(name: str, **arguments: str | int) -> ToolCall:

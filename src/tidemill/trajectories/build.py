@@ -12,6 +12,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,6 +33,16 @@ def trajectories(episode: Episode) -> list[Trajectory]:
         earlier.append(names)
         built.append(_trajectory(episode.attempt_id, index, segment, num_shared))
     return built
+
+
+def without_steps(trajectory: Trajectory, segment: Segment, steps: Sequence[int]) -> Trajectory:
+    """The trajectory with what these steps of its segment sampled as context, not to be trained."""
+    mask = trajectory.sampled_mask.numpy().copy()
+    for index in steps:
+        generation = segment.steps[index].generation
+        start = generation.position + generation.prompt_ids.shape[0]
+        mask[start : start + generation.token_ids.shape[0]] = False
+    return msgspec.structs.replace(trajectory, sampled_mask=Array.of(mask, "bool"))
 
 
 def _num_common(left: Sequence[str], right: Sequence[str]) -> int:

@@ -10,12 +10,13 @@ from tidemill.core.blobs import get_record
 from tidemill.core.metrics import MetricsLog
 from tidemill.core.records import Batch, Episode, Trajectory
 from tidemill.core.seams import Coordinator
+from tidemill.episodes.demonstrations import taken_back
 from tidemill.run.config import Recipe
 from tidemill.run.loops import LEASE_WAIT_S, learn, publish
 from tidemill.run.pretraining import copying, documents, load_corpus
 from tidemill.run.services.context import Context, corpus_file, model_config
 from tidemill.run.start import start_weights
-from tidemill.trajectories.build import trajectories
+from tidemill.trajectories.build import trajectories, without_steps
 from tidemill.updates.corpus import Corpus, Document, EpochOrder
 from tidemill.updates.learner import Learner, LearnerConfig
 from tidemill.updates.schedules import StageConfig
@@ -85,6 +86,14 @@ def batch_trajectories(context: Context, batch: Batch) -> dict[str, list[Traject
     return {item.attempt_id: trajectories(get_record(context.blobs, item.episode, Episode)) for item in batch.items}
 
 
+def lessons(episode: Episode) -> list[Trajectory]:
+    """What a demonstration teaches: all but the edits that it took back."""
+    return [
+        without_steps(trajectory, segment, taken_back(segment.steps))
+        for trajectory, segment in zip(trajectories(episode), episode.segments, strict=True)
+    ]
+
+
 async def _make_version_0(context: Context, learner: Learner, coordinator: Coordinator, metrics: MetricsLog) -> None:
     """Pre-training and demonstrations, from where the checkpoint left them, and the first publication."""
     recipe = context.recipe
@@ -98,10 +107,10 @@ async def _make_version_0(context: Context, learner: Learner, coordinator: Coord
             pass
         context.events.write("wait", from_s=start, note="demonstrations")
         shown = [
-            trajectory
+            lesson
             for result in results
             if result.episode is not None
-            for trajectory in trajectories(get_record(context.blobs, result.episode, Episode))
+            for lesson in lessons(get_record(context.blobs, result.episode, Episode))
         ]
         with context.events.span("imitate"):
             await _imitate(context, learner, shown, metrics)
