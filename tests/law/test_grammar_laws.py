@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.core.grammar import Grammar
-from tidemill.core.records import Array, ToolCall, Trajectory
+from tidemill.core.records import Array, ToolCall, Trajectory, decode, encode
 from tidemill.core.seams import Spans
 from tidemill.episodes.mend import TOOLS
 from tidemill.models.logprobs import support_logprobs, token_logprobs
@@ -82,15 +82,15 @@ def test_tools_without_arguments_and_edits_elsewhere() -> None:
     for arguments in ({"line": 3, "old": "x", "new": "y"}, {"line": 2, "old": "raise", "new": "y"}):
         with pytest.raises(ValueError, match="may not come"):
             grammar.after(made.say([ToolCall(id="", name="edit", arguments=arguments)]))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(grammar), type=Grammar).edges == grammar.edges
+    assert encode(decode(encode(grammar), Grammar)) == encode(grammar)
     assert grammar.fault(made.stop_ids, TOKENIZER.vocab_size) == ""
 
 
 def test_an_automaton_that_cannot_be_followed_says_why() -> None:
-    assert "nothing may come" in Grammar(edges=[{5: 1}, {}], otherwise=[-1, -1]).fault([9], 10)
-    assert Grammar(edges=[{5: 1}, {}], otherwise=[-1, -1]).fault([5], 10) == ""
-    assert "vocabulary" in Grammar(edges=[{50: 0}], otherwise=[-1]).fault([5], 10)
-    assert "none of the 1" in Grammar(edges=[{5: 3}], otherwise=[-1]).fault([5], 10)
+    assert "nothing may come" in Grammar.of([{5: 1}, {}], [-1, -1]).fault([9], 10)
+    assert Grammar.of([{5: 1}, {}], [-1, -1]).fault([5], 10) == ""
+    assert "vocabulary" in Grammar.of([{50: 0}], [-1]).fault([5], 10)
+    assert "none of the 1" in Grammar.of([{5: 3}], [-1]).fault([5], 10)
 
 
 @given(st.integers(0, 10**6), st.floats(0.3, 2.0))

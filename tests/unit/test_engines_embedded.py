@@ -476,7 +476,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def test_a_grammar_is_followed_and_what_could_be_sampled_is_recorded() -> None:
-    grammar = Grammar(edges=[{3: 1, 4: 1}, {5: 2, 6: 2, 7: 2}, {}], otherwise=[-1, -1, 2])
+    grammar = Grammar.of([{3: 1, 4: 1}, {5: 2, 6: 2, 7: 2}, {}], [-1, -1, 2])
     wanted = request("a", [1, 2], 5, grammar=grammar, temperature=0.7, seed=3)
     neighbour = request("b", [1, 2, 3], 5)
     found, _ = batch(batcher(), wanted, neighbour)
@@ -494,7 +494,7 @@ def test_a_grammar_is_followed_and_what_could_be_sampled_is_recorded() -> None:
 
 
 def test_a_grammar_that_cannot_be_followed_is_refused() -> None:
-    dead_end = Grammar(edges=[{3: 1}, {}], otherwise=[-1, -1])
+    dead_end = Grammar.of([{3: 1}, {}], [-1, -1])
     with pytest.raises(RequestRefused, match="nothing may come"):
         batcher().check(request("a", [1], grammar=dead_end))
     with pytest.raises(RequestRefused, match="one of them"):

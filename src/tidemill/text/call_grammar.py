@@ -57,7 +57,7 @@ class Automaton:
                 self.edge(here, token_id, made[key])
 
     def grammar(self, start: int) -> Grammar:
-        return Grammar(edges=self._edges, otherwise=self._otherwise, start=start)
+        return Grammar.of(self._edges, self._otherwise, start)
 
 
 def call_grammar(
