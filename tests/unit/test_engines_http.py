@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 
 from tidemill.core.errors import EngineError, EngineUnavailable, RequestRefused
-from tidemill.core.records import encode
+from tidemill.core.grammar import Grammar
+from tidemill.core.records import decode, encode
 from tidemill.core.seams import Chunk, Engine, EngineStatus, GenerationRequest
 from tidemill.engines import http as engines_http
 from tidemill.engines.client import Fleet, HttpEngine
@@ -308,3 +309,11 @@ def test_a_fleet_with_nobody_there() -> None:
         asyncio.run(take(fleet))
     with pytest.raises(ValueError, match="no engines"):
         Fleet([])
+
+
+def test_a_request_with_a_grammar_travels_as_it_is() -> None:
+    grammar = Grammar.of([{3: 1, 9: 1}, {}], [-1, 1])
+    wanted = msgspec.structs.replace(REQUEST, grammar=grammar)
+    received = decode(encode(wanted), GenerationRequest)
+    assert received.grammar is not None
+    assert encode(received) == encode(wanted) and received.grammar.allowed(0) == [3, 9]
