@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tidemill.core.errors import EngineError
+from tidemill.core.grammar import Grammar
 from tidemill.core.records import Array
 from tidemill.core.seams import Chunk
 from tidemill.episodes.generation import GenerationBuilder, Sampling, append_rows
@@ -45,6 +46,32 @@ def test_supports_are_kept_per_token_and_a_missing_one_raises() -> None:
         builder(Sampling(top_p=0.9)).add(Chunk(token_ids=[5], logprobs=[-0.1], versions=[0]))
     with pytest.raises(EngineError, match="outside its support"):
         builder(Sampling(top_p=0.9)).add(Chunk(token_ids=[5], logprobs=[-0.1], versions=[0], supports=[[6]]))
+
+
+def test_an_engine_that_does_not_keep_to_the_grammar_is_found_out() -> None:
+    grammar = Grammar.of([{5: 1, 6: 1}, {}], [-1, 1])
+
+    def part() -> GenerationBuilder:
+        return GenerationBuilder(
+            position=0, prompt_ids=[1], max_tokens=9, sampling=Sampling(), engine="e", grammar=grammar
+        )
+
+    def said(token: int, support: list[int]) -> Chunk:
+        return Chunk(token_ids=[token], logprobs=[-0.1], versions=[0], supports=[support])
+
+    fine = part()
+    fine.add(said(5, [5, 6]))
+    fine.add(said(77, []))
+    assert fine.grammar is not None and fine.grammar.start == 1
+    for token, support, says in (
+        (7, [], "grammar allows 2"),
+        (7, [7], "grammar allows 2"),
+        (7, [5, 6], "may not come"),
+    ):
+        with pytest.raises(EngineError, match=says):
+            part().add(said(token, support))
+    with pytest.raises(EngineError, match="supports"):
+        part().add(Chunk(token_ids=[5], logprobs=[-0.1], versions=[0]))
 
 
 def test_a_chunk_behind_the_last_one_raises() -> None:

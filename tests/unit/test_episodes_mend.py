@@ -118,6 +118,23 @@ def test_the_same_edit_twice_is_refused_but_it_may_be_taken_back() -> None:
     within(here(), test)
 
 
+def test_undo_takes_back_an_edit_with_its_window_and_the_edit_may_be_made_again() -> None:
+    async def test(session: Session) -> None:
+        assert (await session.do("undo")).error == "refused"
+        before = (await session.do("read")).text
+        line = before.split("\n")[1].split("|", 1)[1]
+        longer = {"line": 2, "old": line, "new": line + "\n" * 9 + "    # more"}
+        assert (await session.do("edit", **longer)).error is None
+        await session.do("read", start=9)
+        assert (await session.do("undo")).error is None
+        assert (await session.do("read")).text == before
+        spans = session.environment.spans()
+        assert spans is not None and spans.lines[2] == line
+        assert (await session.do("edit", **longer)).error is None, "what was taken back may be made again"
+
+    within(here(), test)
+
+
 def test_read_moves_the_window_and_grep_finds_lines_of_the_edited_workspace() -> None:
     async def test(session: Session) -> None:
         assert (await session.do("read", start=13)).text.startswith("1|def span(values):")

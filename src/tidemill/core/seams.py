@@ -324,7 +324,7 @@ class Renderer(Protocol):
         ...
 
     def grammar(self, tools: Sequence[ToolSpec], spans: Spans | None) -> Grammar | None:
-        """All calls that can be parsed and point at what is there; None where it cannot say."""
+        """Calls that name a tool and point at what is there; free arguments may still be wrong. None: it cannot say."""
         ...
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec], turn: int) -> Turn:

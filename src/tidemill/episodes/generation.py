@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,6 +67,7 @@ class GenerationBuilder:
         self._sampling = sampling
         self._engine = engine
         self._grammar = grammar
+        self._state = 0 if grammar is None else grammar.start
         self._has_support = sampling.has_support or grammar is not None
         self._logprobs: list[float] = []
         self._supports: list[list[int]] = []
@@ -85,7 +87,7 @@ class GenerationBuilder:
     @property
     def grammar(self) -> Grammar | None:
         """What is left of it behind the tokens so far."""
-        return None if self._grammar is None else self._grammar.after(self.token_ids)
+        return None if self._grammar is None else msgspec.structs.replace(self._grammar, start=self._state)
 
     def begin_stream(self) -> None:
         self.stop_reason = None
@@ -122,11 +124,24 @@ class GenerationBuilder:
                 f"a chunk of {len(chunk.token_ids)} tokens has {len(supports)} supports, under restricted sampling"
             )
         for token_id, support in zip(chunk.token_ids, supports, strict=True):
-            if not support and not self._sampling.has_support:
-                continue  # a grammar leaves this one free
-            if token_id not in support:
+            is_free = self._follow(token_id, support) and not self._sampling.has_support
+            if token_id not in support and not (is_free and not support):
                 raise EngineError(f"token {token_id} was sampled from outside its support of {len(support)} ids")
         self._supports += supports
+
+    def _follow(self, token_id: int, support: list[int]) -> bool:
+        """One step of the grammar; returns whether it leaves the choice free. Raises `EngineError` where the engine
+        has not kept to it: a wrong support would be a wrong ratio in training, and no error."""
+        if self._grammar is None:
+            return True
+        allowed = self._grammar.allowed(self._state)
+        if allowed is not None and not (support and set(support) <= set(allowed)):
+            raise EngineError(f"a support of {len(support)} ids where the grammar allows {len(allowed)}")
+        try:
+            self._state = self._grammar.next(self._state, token_id)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+        return allowed is None
 
     def _add_rows(self, row_start: int, kv_versions: Array, routes: Array | None) -> None:
         versions = kv_versions.numpy()

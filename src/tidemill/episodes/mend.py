@@ -134,9 +134,9 @@ class MendEnvironment:
         self._is_tested = False
         self._num_tests = 0
         self._num_refused = 0
-        self._accepted: list[str] = []
-        self._undone: list[tuple[str, int]] = []
-        """Content and lines of the window before each edit that stands."""
+        self._num_edits = 0
+        self._standing: list[tuple[str, str, int, int]] = []
+        """Of each edit that stands: what it did; content, window's start and lines before it."""
         self._tested: set[str] = set()
         self._first_edit: str | None = None
 
@@ -197,7 +197,7 @@ class MendEnvironment:
                 "ast_equal": float(grade.ast_equal),
                 "first_edit_correct": float(first),
                 "num_tests": float(self._num_tests),
-                "num_edits": float(len(self._accepted)),
+                "num_edits": float(self._num_edits),
                 "num_edits_refused": float(self._num_refused),
                 "tested_before_submit": float(outcome == "submitted" and self._is_tested),
             },
@@ -252,13 +252,13 @@ class MendEnvironment:
         if len(content) > MAX_FILE_CHARS:
             return self._refused("the file would be too long")
         step = hashlib.sha256(f"{self._content}\0{content}".encode("utf-8", "surrogatepass")).hexdigest()
-        if step in self._accepted:
+        if any(step == made for made, *_ in self._standing):
             return self._refused("this edit was made before")
         fault = syntax_error(content)
         if fault is not None:
             return self._refused(f"it would leave a syntax error: {self._relative(fault)}")
-        self._accepted.append(step)
-        self._undone.append((self._content, self._num_lines))
+        self._num_edits += 1
+        self._standing.append((step, self._content, self._start, self._num_lines))
         self._content, self._is_written, self._is_tested = content, False, False
         self._num_lines = min(MAX_WINDOW_LINES, self._num_lines + len(changed) - 1)
         if self._first_edit is None:
@@ -266,10 +266,10 @@ class MendEnvironment:
         return Feedback(text=numbered(changed, line))
 
     def _undo(self) -> Feedback:
-        if not self._undone:
+        if not self._standing:
             return self._refused("there is no edit to take back")
-        self._content, self._num_lines = self._undone.pop()
-        self._is_written = self._is_tested = False
+        _, self._content, self._start, self._num_lines = self._standing.pop()
+        self._is_written, self._is_tested = False, self._version() in self._tested
         return Feedback(text="taken back")
 
     def spans(self) -> Spans | None:
@@ -293,8 +293,11 @@ class MendEnvironment:
         self._num_tests += 1
         self._is_tested = True
         if self._content != self._original:
-            self._tested.add(hashlib.sha256(self._content.encode("utf-8", "surrogatepass")).hexdigest())
+            self._tested.add(self._version())
         return Feedback(text=self._placed(await self._checked()))
+
+    def _version(self) -> str:
+        return hashlib.sha256(self._content.encode("utf-8", "surrogatepass")).hexdigest()
 
     def _placed(self, failure: str) -> str:
         """A failure in the window's file, at the line that the window shows it under."""

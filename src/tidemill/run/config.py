@@ -169,7 +169,7 @@ class Recipe:
     """A task manifest (`.json`) or a task set folder; relative to the recipe's file."""
     start_from: str | None = None
     """Folder of another run, whose version 0 this one begins with, or of a policy in the Hugging Face layout; relative
-    to where the command runs, or else to the recipe's file. It has read no held-out module of *its* tasks: keep the
+    to the recipe's file, or else to where the command runs. It has read no held-out module of *its* tasks: keep the
     same ones."""
     seed: int = 0
     policy: PolicyConfig = PolicyConfig()

@@ -17,7 +17,7 @@ from tidemill.run.estimate import estimate_lines
 from tidemill.run.folder import RunFolder
 from tidemill.run.prepare import prepare
 from tidemill.run.progress import Progress
-from tidemill.run.services.context import overrides_file, recipe_file, tasks_folder
+from tidemill.run.services.context import overrides_file, recipe_file, tasks_folder, tokenizer_folder
 from tidemill.run.services.curriculum import rl_tasks
 from tidemill.run.services.rollouts import open_tier
 from tidemill.run.start import find_start
@@ -50,7 +50,9 @@ def train(folder: RunFolder, recipe: Recipe, path: Path, overrides: list[str], *
     source = path.resolve().parent / recipe.tasks
     if not source.exists() and not tasks_folder(folder).exists():
         raise UsageError(f"the recipe's tasks are not at {source}: give a task manifest or a task set folder")
-    start = None if recipe.start_from is None else find_start(recipe.start_from, path.resolve().parent)
+    start = None
+    if recipe.start_from is not None and not tokenizer_folder(folder).exists():  # else all that it names is copied
+        start = find_start(recipe.start_from, path.resolve().parent)
     info = folder.prepare(recipe=recipe_digest(recipe), recipe_name=recipe.name)
     if not overrides_file(folder).exists():
         shutil.copyfile(path, recipe_file(folder))

@@ -96,15 +96,17 @@ def documents(
     max_tokens: int,
     num_tokens: int,
     seed: int,
+    stretch: int = 0,
 ) -> list[Document]:
     """Mended episodes, at least `num_tokens` in all where the corpus brings any: the loss on code is at `code_weight`,
-    on what the agent says at 1."""
-    rng = random.Random(seed)
+    on what the agent says at 1. Another `stretch` takes the corpus in another order, with other faults."""
+    rng = random.Random(f"{seed}/{stretch}")
+    shuffled = rng.sample(list(corpus), len(corpus))  # each stretch is to see all of it, where it does not read it all
     made: list[Document] = []
     so_far = 0
-    for number in itertools.count():
+    for _ in itertools.count():
         before = so_far
-        for repair in repairs(corpus, seed=seed + 1000 * number, max_faults=MAX_FAULTS):
+        for repair in repairs(shuffled, seed=rng.getrandbits(64), max_faults=MAX_FAULTS):
             ids: list[int] = []
             weights: list[float] = []
             for piece, weight in _pieces(repair, renderer, code_weight, rng):

@@ -22,8 +22,8 @@ def start_folder(folder: RunFolder) -> Path:
 
 
 def find_start(wanted: str, beside: Path) -> Path:
-    """The folder that `Recipe.start_from` means: from where the command runs, else from beside the recipe."""
-    for path in (Path(wanted), beside / wanted):
+    """The folder that `Recipe.start_from` means: from beside the recipe, else from where the command runs."""
+    for path in (beside / wanted, Path(wanted)):
         if path.is_dir():
             return path.resolve()
     raise UsageError(f"start_from is {wanted}: no folder there, nor in {beside}; give a run's, or a policy's")

@@ -1,7 +1,8 @@
-"""The calls that can be parsed, as an automaton: names of tools, lines that are shown, texts that stand on them.
+"""Calls that name and point at what is there, as an automaton: tools, lines that are shown, texts that stand on them.
 
 `core.grammar.Grammar` says what an automaton is. Whoever follows this one names a tool that there is, and points at
-what is there: a line by its number, and any span of its tokens. What goes in place of the span is free.
+what is there: a line by its number, and any span of its tokens. What goes in place of the span is free, and so are the
+arguments of other tools: they may still be wrong.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -89,7 +89,7 @@ class Corpus:
         self._whole = whole
         self._order = EpochOrder(len(documents), seed)
         self._offset = 0
-        self._fingerprint = _fingerprint(documents, row_tokens, seed)
+        self._fingerprint = _fingerprint(documents, f"{row_tokens} {seed} {whole}")
 
     def next_row(self) -> tuple[Document, ...]:
         """Pieces of documents, `row_tokens` tokens in all; fewer where documents stay whole."""
@@ -134,9 +134,9 @@ class Corpus:
         self._offset = position["offset"]
 
 
-def _fingerprint(documents: Sequence[Document], row_tokens: int, seed: int) -> int:
+def _fingerprint(documents: Sequence[Document], settings: str) -> int:
     state = xxhash.xxh3_64()
-    state.update(f"{row_tokens} {seed} {len(documents)}".encode())
+    state.update(f"{settings} {len(documents)}".encode())
     for entry in documents:
         state.update(len(entry.tokens).to_bytes(8, "little"))
         state.update(entry.tokens.tobytes())

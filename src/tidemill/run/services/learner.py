@@ -146,18 +146,19 @@ def stretches(num_copying: int, num_steps: int) -> list[int]:
 
 
 def _documents(context: Context, begin: int, end: int) -> list[Document]:
-    """For the steps from `begin` to `end`: enough that no document comes twice."""
+    """For the steps from `begin` to `end`, enough that none comes twice."""
     recipe, config = context.recipe, context.recipe.pretraining
-    num_tokens, seed = (end - begin) * config.tokens_per_step, recipe.seed + begin
+    num_tokens = (end - begin) * config.tokens_per_step
     if end <= config.num_copying_steps:
-        return copying(context.tokenizer(), num_tokens=num_tokens, seed=seed)
+        return copying(context.tokenizer(), num_tokens=num_tokens, seed=recipe.seed)
     return documents(
         load_corpus(corpus_file(context.folder)),
         context.renderer(),
         code_weight=config.code_weight,
         max_tokens=recipe.policy.max_context_tokens,
         num_tokens=num_tokens,
-        seed=seed,
+        seed=recipe.seed,
+        stretch=begin,
     )
 
 

@@ -46,7 +46,7 @@ class Rollouts:
                 attempt,
                 engine_of,
                 tokenizer=self.tokenizer,
-                sampling=sampling_of(recipe),
+                sampling=Sampling() if demonstrated else sampling_of(recipe),  # a script says what it says
                 engine_name="demonstrator" if demonstrated else "fleet",
             )
             numbers.update({f"{name}_s": value for name, value in episode.timings_s.items()})
