@@ -18,7 +18,7 @@ recipe = Recipe(
     tasks="../tasksets/mend-v1/manifest.json",
     start_from="../policies/mend-2m",  # made by recipes/base.py
     policy=PolicyConfig(vocab_size=2048, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, expert_size=256),
-    pretraining=PretrainingConfig(num_steps=0),
+    pretraining=PretrainingConfig(num_steps=200, tokens_per_step=1024, peak_lr=5e-4, max_functions=1000),
     demonstrations=DemonstrationConfig(num_episodes=180, num_steps=60, peak_lr=5e-4),
     rl=ReinforcementConfig(
         num_updates=22,
