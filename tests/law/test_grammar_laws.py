@@ -1,7 +1,9 @@
 """Constrained decoding: whatever the automaton lets pass can be parsed and points at what is there, and all that could
 be said in good faith passes."""
 
+import inspect
 import random
+import textwrap
 
 import msgspec
 import numpy as np
@@ -15,6 +17,8 @@ from tidemill.core.records import Array, ToolCall, Trajectory, decode, encode
 from tidemill.core.seams import Spans
 from tidemill.episodes.mend import TOOLS
 from tidemill.models.logprobs import support_logprobs, token_logprobs
+from tidemill.tasks.corpora import functions_of
+from tidemill.tasks.denoise import repairs
 from tidemill.text.compact import CompactRenderer
 from tidemill.text.tokenizer import Tokenizer, pieces
 from tidemill.updates.packing import pack
@@ -65,13 +69,24 @@ def test_what_passes_is_an_edit_of_a_text_that_stands_on_a_line_or_another_tool(
 def test_every_edit_of_whole_pieces_passes(line: int, data: st.DataObject, new: str) -> None:
     cut = pieces(LINES[line])
     start = data.draw(st.integers(0, len(cut) - 1))
-    stop = data.draw(st.integers(start + 1, len(cut)))
+    old = "".join(cut[start : data.draw(st.integers(start + 1, len(cut)))])
     made = renderer()
-    old = "".join(cut[start:stop])
     call = ToolCall(id="", name="edit", arguments={"line": line, "old": old, "new": new})
-    said = made.say([call])
-    if "".join(pieces(old)) == old and pieces(old) == cut[start:stop]:
-        made.grammar(TOOLS, SPANS).after(said)
+    made.grammar(TOOLS, SPANS).after(made.say([call]))
+
+
+def test_every_repair_of_a_planted_fault_passes() -> None:
+    source = inspect.getsource(textwrap)
+    functions = list(functions_of(source, "textwrap.py", max_lines=40, max_chars=2000))
+    found = list(repairs(functions, seed=1, passes=20))
+    assert len(found) > 50
+    for repair in found:
+        made = CompactRenderer(TOKENIZER)
+        made.open(TOOLS, repair.faulty)
+        lines = {number: text for number, text in enumerate(repair.faulty.split("\n"), 1) if text.strip()}
+        grammar = made.grammar(TOOLS, Spans(tool="edit", lines=lines))
+        for line, old, new in repair.edits[:1]:  # later ones are made on what the first leaves
+            grammar.after(made.say([ToolCall(id="", name="edit", arguments={"line": line, "old": old, "new": new})]))
 
 
 def test_tools_without_arguments_and_edits_elsewhere() -> None:

@@ -130,7 +130,9 @@ recipe = Recipe(
     ),
     pretraining=PretrainingConfig(num_steps=30, tokens_per_step=1024, max_functions=150, num_threads=1),
     demonstrations=DemonstrationConfig(num_episodes=6, num_steps=10),
-    rl=ReinforcementConfig(num_updates=6, group_size=2, groups_per_batch=2, max_age=2, kl_weight=0.01),
+    rl=ReinforcementConfig(
+        num_updates=6, group_size=2, groups_per_batch=2, max_age=2, kl_weight=0.01, constrained=True
+    ),
     rollouts=RolloutConfig(num_slots=6),
     evaluation=EvaluationConfig(every=6, num_tasks=3),
     num_validated_tasks=4,

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from support.mend_task import mend_world
 from tidemill.core.errors import UsageError
-from tidemill.core.records import encode
+from tidemill.core.records import Split, encode
 from tidemill.core.seams import Weights
 from tidemill.deltas.store import FolderStore
 from tidemill.models.hf import save_folder, weights_of
@@ -20,7 +22,9 @@ from tidemill.run.config import (
 )
 from tidemill.run.folder import RunFolder
 from tidemill.run.services.context import corpus_file, model_config, tokenizer_folder
-from tidemill.run.start import find_start, start_weights, take_over
+from tidemill.run.start import find_start, refuse_leak, start_weights, take_over
+from tidemill.sandboxes.layers import installed_layer
+from tidemill.tasks.folder import TaskSet
 from tidemill.text.tokenizer import Tokenizer
 
 POLICY = PolicyConfig(
@@ -107,3 +111,16 @@ def test_where_to_start_from_is_looked_up_here_and_beside_the_recipe(tmp_path: P
     assert find_start("policy", tmp_path) == (tmp_path / "policy").resolve()
     with pytest.raises(UsageError, match="start_from is nowhere"):
         find_start("nowhere", tmp_path)
+
+
+def test_a_run_that_trained_on_what_is_held_out_here_is_refused(tmp_path: Path) -> None:
+    def tasks(split: Split) -> TaskSet:
+        task = msgspec.structs.replace(
+            mend_world(layer=installed_layer(["pytest"])).task, split=split, data={"path": "pkg/module.py"}
+        )
+        return TaskSet(tmp_path, [task], [])
+
+    refuse_leak(tasks("train"), tasks("train"))
+    refuse_leak(tasks("heldout"), tasks("dev"))
+    with pytest.raises(UsageError, match=r"trained on pkg/module\.py"):
+        refuse_leak(tasks("heldout"), tasks("train"))

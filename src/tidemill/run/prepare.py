@@ -13,7 +13,7 @@ from tidemill.run.config import Recipe
 from tidemill.run.folder import RunFolder
 from tidemill.run.pretraining import load_corpus, read_code, save_corpus, train_tokenizer
 from tidemill.run.services.context import corpus_file, tasks_folder, tokenizer_folder
-from tidemill.run.start import take_over
+from tidemill.run.start import refuse_leak, take_over
 from tidemill.tasks.check import check
 from tidemill.tasks.folder import TaskSet, load
 from tidemill.tasks.layout import module_name
@@ -43,14 +43,16 @@ async def prepare(
         os.rename(aside, tasks_path)
     if not tokenizer_folder(folder).exists() and start is not None:
         say(f"policy and tokenizer: those of {start}")
+        if tasks_folder(RunFolder(start)).exists():
+            refuse_leak(load(tasks_path), load(tasks_folder(RunFolder(start))))
         await asyncio.to_thread(take_over, folder, recipe, start)
-    is_named = tokenizer_folder(folder).exists()
-    if not corpus_file(folder).exists() and (recipe.pretraining.num_steps or not is_named):
+    has_tokenizer = tokenizer_folder(folder).exists()
+    if not corpus_file(folder).exists() and (recipe.pretraining.num_steps or not has_tokenizer):
         say("corpus: reading this machine's Python files")
         own, held_out = sources_by_split(source, load(tasks_path))
         corpus = read_code(recipe.pretraining, own=own, held_out=held_out, seed=recipe.seed)
         save_corpus(corpus, corpus_file(folder))
-    if not is_named:
+    if not has_tokenizer:
         corpus = load_corpus(corpus_file(folder))
         num_chars = sum(len(function.source) for function in corpus)
         say(f"corpus: {len(corpus)} functions, {num_chars / 1e6:.1f} MB; training the tokenizer")

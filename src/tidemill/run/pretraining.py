@@ -5,7 +5,6 @@ code alone not within ten (docs/log.md). Then documents like the opening of an e
 nothing has to be learnt twice: the statement, the window on a faulty function, the edits that mend it, the test.
 """
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,11 +27,14 @@ MAX_FAULTS = 4
 MAX_LINES, MAX_CHARS = 20, 640
 MAX_FILES = 12_000
 COPIED = 4, 10
-"""Shortest and longest run of copied tokens: longer ones take longer to be learnt, and teach no more."""
+"""Shortest and longest run of copied tokens: longer ones take longer to be learnt."""
 SEEN_WEIGHT = 0.5
 """Loss weight of an observation that repeats the edited line, which is copying."""
 HINT_PROBABILITY, TRUE_HINT_PROBABILITY = 0.3, 0.6
-"""That a document names a line where an exception came up, and that it is a faulty one: about as often as tests do."""
+"""That a document names a line where an exception came up, and that it is a faulty one."""
+EXCEPTIONS = ("TypeError", "ValueError", "AttributeError", "KeyError", "IndexError", "NameError", "UnboundLocalError")
+WORDS = " ".join([*(tool.name for tool in TOOLS), PASSED, "failed"])
+"""What is said in every episode, for the tokenizer's merges."""
 
 
 def read_code(
@@ -62,9 +64,6 @@ def train_tokenizer(corpus: Sequence[CodeFunction], vocab_size: int) -> Tokenize
     """Byte-level BPE on numbered windows and tool names: what the policy will read and say."""
     texts = (opening(repair) + WORDS for repair in repairs(corpus, seed=0))
     return Tokenizer.train(texts, vocab_size)
-
-
-WORDS = " ".join([*(tool.name for tool in TOOLS), PASSED, "failed"])
 
 
 def opening(repair: Repair, failure: str = "") -> str:
@@ -104,7 +103,7 @@ def documents(
     shuffled = rng.sample(list(corpus), len(corpus))  # each stretch is to see all of it, where it does not read it all
     made: list[Document] = []
     so_far = 0
-    for _ in itertools.count():
+    while True:
         before = so_far
         for repair in repairs(shuffled, seed=rng.getrandbits(64), max_faults=MAX_FAULTS):
             ids: list[int] = []
@@ -119,7 +118,6 @@ def documents(
                 return made
         if so_far == before:
             return made
-    raise AssertionError("counting ends")
 
 
 def _pieces(
@@ -143,9 +141,6 @@ def _failure(repair: Repair, num_lines: int, rng: random.Random) -> str:
     is_true = rng.random() < TRUE_HINT_PROBABILITY
     line = rng.choice(repair.edits)[0] if is_true else rng.randint(1, num_lines)
     return f"failed: {rng.choice(EXCEPTIONS)} (at line {line})"
-
-
-EXCEPTIONS = ("TypeError", "ValueError", "AttributeError", "KeyError", "IndexError", "NameError", "UnboundLocalError")
 
 
 def _call(name: str, **arguments: str | int) -> ToolCall:

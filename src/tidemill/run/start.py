@@ -13,6 +13,7 @@ from tidemill.models.hf import load_folder
 from tidemill.run.config import Recipe
 from tidemill.run.folder import RunFolder
 from tidemill.run.services.context import corpus_file, model_config, tokenizer_folder
+from tidemill.tasks.folder import TaskSet
 from tidemill.text.tokenizer import Tokenizer
 
 
@@ -47,6 +48,24 @@ def take_over(folder: RunFolder, recipe: Recipe, start: Path) -> None:
     whole = Path(tempfile.mkdtemp(dir=folder.path, prefix=".tokenizer-"))
     tokenizer.save(whole)
     os.rename(whole, tokenizer_folder(folder))
+
+
+def refuse_leak(mine: TaskSet, others: TaskSet) -> None:
+    """Raises `UsageError` where the run that is started from has trained on a module that this one examines."""
+
+    def modules(tasks: TaskSet, *, trained: bool) -> set[tuple[str, str]]:
+        return {
+            (task.provenance.get("package", ""), str(task.data["path"]))
+            for task in tasks.tasks
+            if "path" in task.data and (task.split == "train") == trained
+        }
+
+    leaked = sorted(modules(mine, trained=False) & modules(others, trained=True))
+    if leaked:
+        raise UsageError(
+            f"start_from: that run has trained on {leaked[0][1]}, which these tasks hold out ({len(leaked)} such "
+            "modules): start from a run with the same split"
+        )
 
 
 def _policy_folder(path: Path) -> tuple[Weights, str]:

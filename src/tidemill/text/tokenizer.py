@@ -30,10 +30,10 @@ PIECES = (
     r"[0-9]{1,2}"  # numbers, two digits at a time
     r"|(?<=[0-9])\|"  # between a line's number and its text
     r"| {2,}"  # indentation
-    rf"| ?\b(?:{_KEYWORDS})\b(?: (?=\S))?"
-    r"|(?<=[^\W\d]) [^\W\d]+"  # a word of prose behind another one
+    rf"| ?\b(?:{_KEYWORDS})\b(?: (?!\s))?"
+    r"|(?<![\W\d]) [^\W\d]+"  # a word of prose behind another one
     r"|[^\W\d]+"  # names and words
-    r"| ?[^\s\w]+(?: (?=\S))?"  # operators and punctuation
+    r"| ?[^\s\w]+(?: (?!\s))?"  # operators and punctuation
     r"|\n+|\s|\w"
 )
 """The pieces that merges never cross; read alike by `re` and by the library's own engine."""
