@@ -110,6 +110,19 @@ def test_a_version_of_another_model_is_refused(open_store: Callable[[], Store]) 
     assert store.head() == 0
 
 
+def test_a_version_of_another_run_is_refused(open_store: Callable[[], Store]) -> None:
+    def publish_as(run_id: str, version: int) -> object:
+        return open_store().publish(some_weights(version), version=version, batch="b", step=version, run_id=run_id)
+
+    publish_as("one", 0)
+    with pytest.raises(VersionTaken, match="version 0 is of run one, not of two"):
+        publish_as("two", 1)
+    assert open_store().head() == 0
+    publish_as("one", 1)  # a run that was resumed
+    publish_as("", 2)  # who names no run is taken at their word
+    publish_as("two", 3)
+
+
 def test_float_tensors_and_reserved_names_are_refused(open_store: Callable[[], Store]) -> None:
     store = open_store()
     floats = Weights(config={}, tokenizer={}, tensors={"w": Array.of([1.0], "float32")})

@@ -6,9 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from tidemill.core.errors import StoreError
+from tidemill.core.errors import StoreError, VersionTaken
 from tidemill.core.records import Array, Snapshot
 from tidemill.core.seams import Weights
+from tidemill.deltas.api import publish
 from tidemill.deltas.publisher import Publisher
 from tidemill.deltas.store import MemoryStore
 
@@ -78,3 +79,16 @@ def test_another_publisher_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         publisher.close()
     with pytest.raises(StoreError, match="publisher has ended"):
         publisher.offer(weights(3), step=3)
+
+
+def test_two_runs_do_not_alternate_in_one_store() -> None:
+    store = MemoryStore()
+    ours, theirs = Publisher(store, run_id="a"), Publisher(store, run_id="b")
+    ours.offer(weights(0), step=0)
+    ours.close()
+    theirs.offer(weights(1), step=0)
+    with pytest.raises(StoreError, match="publisher has ended: version 0 is of run a, not of b"):
+        theirs.close()
+    with pytest.raises(VersionTaken, match="of run a"):
+        publish(store, {"w": np.arange(500, dtype=np.uint16)}, step=1, run_id="b")
+    assert store.head() == 0

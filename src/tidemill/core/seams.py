@@ -410,7 +410,8 @@ class Store(Protocol):
 
     def publish(self, weights: Weights, *, version: int, batch: str | None, step: int, run_id: str) -> Snapshot:
         """Raises `VersionTaken` where `version` exists with other weights or another batch; a repeat with the same
-        ones returns the manifest that stands. Raises `StoreError` where `version − 1` does not exist."""
+        ones returns the manifest that stands. Also where `version − 1` is of another run, both naming theirs. Raises
+        `StoreError` where `version − 1` does not exist."""
         ...
 
     def head(self) -> int | None:

@@ -58,7 +58,7 @@ def publish(
     """Publish the next version. `tensors`: name → torch tensor, or numpy array of float32 or uint16 (bfloat16 bits).
 
     Keep the store object between calls: it holds the base of the next delta. Raises `StoreError` for another model or
-    dtype, `VersionTaken` where another trainer publishes to the same store.
+    dtype, `VersionTaken` where a run of another `run_id` publishes to the same store. Without one that goes unnoticed.
     """
     opened = store if isinstance(store, SnapshotStore) else open_store(store)
     head = opened.head()

@@ -21,8 +21,8 @@ class Publisher:
 
     Weights that are offered while the last ones are still under way wait; newer ones take their place, and the older
     ones are skipped: a follower may jump. So versions count publications, and a manifest's `step` says of which step.
-    What cannot be stored (disk full, store away) is told to `on_fault`; the next offer tries again. Another
-    publisher in the same store is the end: `offer` and `close` raise it.
+    What cannot be stored (disk full, store away) is told to `on_fault`; the next offer tries again. A publisher
+    of another `run_id` in the same store is the end: `offer` and `close` raise it.
     """
 
     def __init__(

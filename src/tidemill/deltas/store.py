@@ -282,7 +282,12 @@ def _compile_loops(tensors: dict[str, Tensor]) -> bool | None:
 
 
 def _check_succession(previous: Snapshot, snapshot: Snapshot) -> None:
-    """A version continues its predecessor: the same model, the same tensors."""
+    """A version continues its predecessor: the same run, where both say which; the same model, the same tensors."""
+    if previous.run_id and snapshot.run_id and previous.run_id != snapshot.run_id:
+        raise VersionTaken(
+            f"version {previous.version} is of run {previous.run_id}, not of {snapshot.run_id}: "
+            "a store holds one run; publish this one to a store of its own"
+        )
     if previous.model != snapshot.model or previous.tensors.keys() != snapshot.tensors.keys():
         raise StoreError(
             f"version {snapshot.version} is of another model than version {previous.version}: "
