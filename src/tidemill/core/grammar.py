@@ -39,7 +39,7 @@ class Grammar(Record, frozen=True):
         return target
 
     def after(self, token_ids: Iterable[int]) -> "Grammar":
-        """What is left once these ids were said."""
+        """What is left once these ids were said. Raises `ValueError` as `next`."""
         state = self.start
         for token_id in token_ids:
             state = self.next(state, token_id)

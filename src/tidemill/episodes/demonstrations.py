@@ -136,7 +136,7 @@ def taken_back(steps: Sequence[Step]) -> list[int]:
     standing: list[int] = []
     found: list[int] = []
     for index, step in enumerate(steps):
-        for call, observation in zip(step.calls, step.observations, strict=False):
+        for call, observation in zip(step.calls, step.observations, strict=False):  # malformed calls have some, too
             if call.name == "edit" and observation.error is None:
                 standing.append(index)
             elif call.name == "undo" and observation.error is None:

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens, without a second [tokens, vocabulary] buffer.
 
-Legend of axes: N rows, D hidden, V vocabulary.
+Legend of axes: N rows, D hidden, V vocabulary, C rows of a chunk, R rows with a support, S ids of the widest support.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,9 @@ def support_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """As `token_logprobs`, under the distribution over a support alone: what top-p, top-k or a grammar left.
 
-    `supports_RS`: int64 ids, −1 where a row has fewer; each target is among its row's. The rest of the vocabulary is
-    never looked at.
+    hidden_RD; targets_R: int64, each among its row's support, which the caller has checked (`updates.packing`);
+    supports_RS: int64 ids, −1 where a row has fewer; temperature_R: 0 counts as 1. The rest of the vocabulary is never
+    looked at. Holds [R, S, D] at once: made for the tens of ids that a grammar leaves, not for thousands.
     """
     missing_RS = supports_RS < 0
     vectors_RSD = head_VD[supports_RS.clamp(min=0)]

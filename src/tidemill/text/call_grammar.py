@@ -24,6 +24,7 @@ class Automaton:
         return len(self._edges) - 1
 
     def edge(self, state: int, token_id: int, target: int) -> None:
+        """An edge that is there already leads elsewhere from now on."""
         self._edges[state][token_id] = target
 
     def word(self, state: int, token_ids: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ class Glossary:
             raise ValueError(f"{len(words)} words for {len(tokenizer.name_ids)} name tokens: give each word once")
         self._tokenizer = tokenizer
         self.words = tuple(words)
-        self._id_of = dict(zip(words, tokenizer.name_ids, strict=False))
+        self._id_of = dict(zip(words, tokenizer.name_ids[: len(words)], strict=True))
         self._bytes_of = {id_: word.encode("utf-8", "surrogatepass") for word, id_ in self._id_of.items()}
         self._strange = frozenset(tokenizer.name_ids) - self._bytes_of.keys()
 
