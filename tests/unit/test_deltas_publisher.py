@@ -68,6 +68,22 @@ def test_a_fault_is_told_and_the_next_offer_goes_on(monkeypatch: pytest.MonkeyPa
     assert (store.head(), len(faults)) == (0, 1)
 
 
+def test_last_weights_that_were_not_stored_are_told_by_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    publisher = Publisher(store)
+
+    def away(data: bytes) -> str:
+        raise OSError("the store is away")
+
+    monkeypatch.setattr(store.blobs, "put", away)
+    publisher.offer(weights(0), step=0)
+    with pytest.raises(StoreError, match="last weights were not published: the store is away"):
+        publisher.close()
+    with pytest.raises(StoreError, match="was closed: step 1 came too late"):
+        publisher.offer(weights(1), step=1)
+    assert store.head() is None
+
+
 def test_another_publisher_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     store.publish(weights(0), version=0, batch=None, step=0, run_id="a")

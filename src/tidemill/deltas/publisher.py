@@ -21,8 +21,9 @@ class Publisher:
 
     Weights that are offered while the last ones are still under way wait; newer ones take their place, and the older
     ones are skipped: a follower may jump. So versions count publications, and a manifest's `step` says of which step.
-    What cannot be stored (disk full, store away) is told to `on_fault`; the next offer tries again. A publisher
-    of another `run_id` in the same store is the end: `offer` and `close` raise it.
+    What cannot be stored (disk full, store away) is told to `on_fault`; the next offer tries again, and where
+    there is none `close` raises it. A publisher of another `run_id` in the same store is the end: `offer` and `close`
+    raise it.
     """
 
     def __init__(
@@ -41,28 +42,36 @@ class Publisher:
         self._changed = threading.Condition()
         self._closing = False
         self._death: BaseException | None = None
+        self._failure: Exception | None = None
+        """Of the newest weights that were tried; None where they were published."""
         self.num_published = 0
         self.num_skipped = 0
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
     def offer(self, weights: Weights, *, step: int, batch: str | None = None) -> None:
-        """Returns at once. The weights must not change afterwards. Raises what ended the publisher."""
+        """Returns at once. The weights must not change afterwards. Raises what ended the publisher, or `StoreError`
+        where it was closed."""
         with self._changed:
             self._check()
+            if self._closing:
+                raise StoreError(f"the publisher was closed: step {step} came too late")
             if self._waiting is not None:
                 self.num_skipped += 1
             self._waiting = _Offer(weights, step, batch)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Publishes what waits, and ends the thread. Raises what ended the publisher."""
+        """Publishes what waits, and ends the thread. Raises what ended the publisher, or `StoreError` where the newest
+        weights could not be stored."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
         with self._changed:
             self._check()
+            if self._failure is not None:
+                raise StoreError(f"the last weights were not published: {self._failure}") from self._failure
 
     def _check(self) -> None:
         if self._death is not None:
@@ -94,7 +103,9 @@ class Publisher:
         except VersionTaken:
             raise
         except (StoreError, BlobError, OSError) as error:
+            self._failure = error
             self._on_fault(error)
         else:
+            self._failure = None
             self.num_published += 1
             self._on_published(snapshot)
