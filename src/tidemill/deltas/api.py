@@ -22,6 +22,7 @@ from tidemill.core.errors import BlobError, StoreError
 from tidemill.core.records import Array, Snapshot
 from tidemill.core.seams import Weights, bfloat16_bits
 from tidemill.deltas.codec import apply, diff
+from tidemill.deltas.publisher import publish_next
 from tidemill.deltas.remote import open_store
 from tidemill.deltas.store import SnapshotStore
 
@@ -61,12 +62,7 @@ def publish(
     dtype, `VersionTaken` where a run of another `run_id` publishes to the same store. Without one that goes unnoticed.
     """
     opened = store if isinstance(store, SnapshotStore) else open_store(store)
-    head = opened.head()
-    version = 0 if head is None else head + 1
-    return opened.publish(
-        weights_of(tensors, config), version=version, batch=None if version == 0 else f"step {step}", step=step,
-        run_id=run_id,
-    )  # fmt: skip
+    return publish_next(opened, weights_of(tensors, config), batch=f"step {step}", step=step, run_id=run_id)
 
 
 def pull(store: str | Path | SnapshotStore, version: int | None = None) -> Version:

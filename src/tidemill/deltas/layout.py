@@ -1,6 +1,8 @@
-"""A policy as the files of a Hugging Face folder, and as tensors for the codec."""
+"""A policy as the files of a Hugging Face folder, and as tensors for the codec; what a store calls its manifests."""
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,18 @@ WEIGHTS_FILE = "model.safetensors"
 DELTA_FILE = "model.delta"
 """In a manifest, where the weights are a delta. It is in no exported folder."""
 RESERVED_FILES = (CONFIG_FILE, WEIGHTS_FILE, DELTA_FILE)
+
+_MANIFEST_NAME = re.compile(r"(\d{8,})\.json")
+
+
+def manifest_name(version: int) -> str:
+    return f"{version:08d}.json"
+
+
+def versions_among(names: Iterable[str]) -> list[int]:
+    """Of the manifests among these file names; what else lies beside them is passed over."""
+    matches = map(_MANIFEST_NAME.fullmatch, names)
+    return [int(match[1]) for match in matches if match]
 
 
 def tensor_hash(array: Array) -> str:

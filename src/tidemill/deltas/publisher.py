@@ -1,4 +1,4 @@
-"""Publishes in the background: the trainer hands over its weights and goes on."""
+"""Publishes version after version, in the background: the trainer hands over its weights and goes on."""
 
 import threading
 from collections.abc import Callable
@@ -7,6 +7,13 @@ from typing import NamedTuple, final
 from tidemill.core.errors import BlobError, StoreError, VersionTaken
 from tidemill.core.records import Snapshot
 from tidemill.core.seams import Store, Weights
+
+
+def publish_next(store: Store, weights: Weights, *, batch: str | None, step: int, run_id: str) -> Snapshot:
+    """Publish under the number after the newest; version 0 comes from no batch. Raises as `Store.publish` does."""
+    head = store.head()
+    version = 0 if head is None else head + 1
+    return store.publish(weights, version=version, batch=batch if version else None, step=step, run_id=run_id)
 
 
 class _Offer(NamedTuple):
@@ -94,12 +101,7 @@ class Publisher:
 
     def _publish(self, offer: _Offer) -> None:
         try:
-            head = self._store.head()
-            version = 0 if head is None else head + 1
-            batch = offer.batch if version else None
-            snapshot = self._store.publish(
-                offer.weights, version=version, batch=batch, step=offer.step, run_id=self._run_id
-            )
+            snapshot = publish_next(self._store, offer.weights, batch=offer.batch, step=offer.step, run_id=self._run_id)
         except VersionTaken:
             raise
         except (StoreError, BlobError, OSError) as error:

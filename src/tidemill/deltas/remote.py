@@ -5,7 +5,6 @@ where the manifest exists: of two racers one wins. What was asked for and came b
 read that was cut short) is asked for again, a few times; the name of a blob tells whether it is right.
 """
 
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any, TypeVar, final
 
 from tidemill.core.blobs import blob_hash
 from tidemill.core.errors import BlobError, UsageError
+from tidemill.deltas.layout import manifest_name, versions_among
 from tidemill.deltas.store import KEYFRAME_EVERY, FolderStore, SnapshotStore
 
 T = TypeVar("T")
@@ -24,7 +24,6 @@ ASK_BYTES = 8 << 20
 NUM_RECENT = 16
 EXCLUSIVE = ("s3", "s3a", "gs", "gcs", "memory")
 """Protocols whose fsspec file systems create exclusively."""
-_MANIFEST_NAME = re.compile(r"(\d{8,})\.json")
 
 
 @final
@@ -110,7 +109,7 @@ class ObjectStore(SnapshotStore):
         return at.timestamp() if isinstance(at, datetime) else 0.0
 
     def _path(self, version: int) -> str:
-        return f"{self._root}/versions/{version:08d}.json"
+        return f"{self._root}/versions/{manifest_name(version)}"
 
     def _create(self, version: int, manifest: bytes) -> bool:
         def create() -> bool:
@@ -150,8 +149,7 @@ class ObjectStore(SnapshotStore):
             except FileNotFoundError:
                 return []
 
-        matches = (_MANIFEST_NAME.fullmatch(name.rpartition("/")[2]) for name in again(names, "listing the versions"))
-        return [int(match[1]) for match in matches if match]
+        return versions_among(name.rpartition("/")[2] for name in again(names, "listing the versions"))
 
 
 def again(call: Callable[[], T], what: str) -> T:

@@ -16,7 +16,6 @@ reads a version checks each tensor against the hash in the manifest.
 import hashlib
 import json
 import os
-import re
 import tempfile
 import threading
 from abc import ABC, abstractmethod
@@ -40,9 +39,11 @@ from tidemill.deltas.layout import (
     WEIGHTS_FILE,
     array_of,
     codec_tensors,
+    manifest_name,
     read_weights_file,
     side_files,
     tensor_hash,
+    versions_among,
     weights_files,
 )
 from tidemill.deltas.words import Tensor
@@ -50,8 +51,6 @@ from tidemill.deltas.words import Tensor
 SMALL_BYTES = 64 << 20
 KEYFRAME_EVERY = 30
 """Versions from one keyframe to the next, at most."""
-
-_MANIFEST_NAME = re.compile(r"(\d{8,})\.json")
 
 
 class _Base(NamedTuple):
@@ -317,7 +316,7 @@ class FolderStore(SnapshotStore):
             raise StoreError(f"no version {version} in {self}: the newest is {self.head()}") from None
 
     def _path(self, version: int) -> Path:
-        return self._manifests / f"{version:08d}.json"
+        return self._manifests / manifest_name(version)
 
     def _create(self, version: int, manifest: bytes) -> bool:
         with _durable_temporary(self._manifests, manifest) as temporary:
@@ -339,8 +338,7 @@ class FolderStore(SnapshotStore):
             return None
 
     def _versions(self) -> list[int]:
-        matches = (_MANIFEST_NAME.fullmatch(name) for name in os.listdir(self._manifests))
-        return [int(match[1]) for match in matches if match]
+        return versions_among(os.listdir(self._manifests))
 
 
 @final
