@@ -164,6 +164,38 @@ def test_another_evaluation_s_file_is_refused(tasks: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
+    "name, agent, changed",
+    [
+        ("harness_hash", "oracle", "tidemill.episodes.conduct.HARNESS_VERSION"),
+        ("reward_version", "noop", "tidemill.episodes.mend.MEND_VERSION"),
+    ],
+)
+def test_rows_of_another_harness_or_reward_are_not_mixed_in(
+    name: str,
+    agent: str,
+    changed: str,
+    tasks: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ("--agent", agent, "--tasks", tasks, "--out", "x.jsonl")
+    assert evaluate(*options, "--num", "1") == 0
+    (episode,) = episodes(Path("x.jsonl"))
+    monkeypatch.setattr(changed, "next")
+    assert evaluate(*options) == 2
+    assert f"holds an evaluation with {name} {getattr(episode, name)}, not " in capsys.readouterr().err
+    assert len(read_rows(Path("x.jsonl"))) == 1
+
+
+def test_a_chat_model_has_a_harness_hash_of_its_own(tasks: Path) -> None:
+    with chat_server(turns(reply(("flag_impossible", {})))) as server:
+        assert evaluate("--endpoint", server.url, "--tasks", tasks, "--out", "x.jsonl", "--num", "1") == 0
+    about = json.loads(Path("x.about.json").read_text())
+    (episode,) = episodes(Path("x.jsonl"))
+    assert (about["harness_hash"], about["reward_version"]) == (episode.harness_hash, episode.reward_version)
+
+
+@pytest.mark.parametrize(
     "arguments, code, told",
     [
         (["--tasks", "t"], 2, "give one of them"),

@@ -1,19 +1,19 @@
-"""Where episodes are played: a task set, its hidden verifiers, sandboxes that were tried, and the environments."""
+"""Where episodes are played: a task set, its hidden verifiers, sandboxes, and the environments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 from tidemill.core.errors import SandboxUnavailable, UsageError
 from tidemill.core.records import Attempt, Episode, Task
 from tidemill.core.seams import Engine, Environment, Renderer, SandboxTier
+from tidemill.episodes.conduct import harness_hash
 from tidemill.episodes.generation import Sampling
 from tidemill.episodes.grading import Grader
 from tidemill.episodes.harness import run_episode
 from tidemill.episodes.mend import MendEnvironment
 from tidemill.sandboxes.selftest import run as selftest
-from tidemill.tasks.folder import TaskSet, load
+from tidemill.tasks.folder import TaskSet
 from tidemill.tasks.vault import FolderVault
 from tidemill.text.compact import CompactRenderer
 from tidemill.text.tokenizer import Tokenizer
@@ -32,6 +32,26 @@ class Workshop:
         if task.environment not in self.environments:
             raise UsageError(f"task {task.id} wants environment {task.environment!r}: name it in the recipe")
         return self.environments[task.environment]()
+
+    def rules(self, tasks: Iterable[Task], renderer: str) -> dict[str, str]:
+        """The harness hash and the reward version of episodes at these tasks; of several environments, all of them."""
+        one_of = {task.environment: task for task in tasks}
+        environments = [self.environment(one_of[name]) for name in sorted(one_of)]
+        return {
+            "harness_hash": " ".join(harness_hash(each.tools, renderer) for each in environments),
+            "reward_version": " ".join(each.reward_version for each in environments),
+        }
+
+    async def try_sandbox(self) -> None:
+        """Before the first episode. Raises `SandboxUnavailable` where the sandbox does not hold."""
+        if self.tier.tier == "local":
+            return
+        probes = await selftest(self.tier, next(iter(self.tasks.layers.values()), None))
+        failed = [probe for probe in probes if not probe.held]
+        if failed:
+            raise SandboxUnavailable(
+                f"the sandbox does not hold: {failed[0].name}: {failed[0].detail} (tidemill doctor --sandbox)"
+            )
 
     def tier_of(self, task: Task) -> str:
         return self.tier.tier if task.layer is not None else "none"
@@ -60,27 +80,18 @@ class Workshop:
         )
 
 
-async def open_workshop(
-    folder: Path,
+def workshop_over(
+    tasks: TaskSet,
     tier: SandboxTier,
     environments: Mapping[str, Callable[[], Environment]],
     *,
     keeps_verdicts: bool,
 ) -> Workshop:
-    """Over the task set in `folder`; `environments` stand beside the built-in `mend`.
+    """`environments` stand beside the built-in `mend`.
 
-    keeps_verdicts: the same patch of the same task is judged once, and the same edit is tested once. Raises
-    `SandboxUnavailable` where the sandbox does not hold.
+    keeps_verdicts: the same patch of the same task is judged once, and the same edit is tested once.
     """
-    tasks = load(folder)
-    if tier.tier != "local":
-        probes = await selftest(tier, next(iter(tasks.layers.values()), None))
-        failed = [probe for probe in probes if not probe.held]
-        if failed:
-            raise SandboxUnavailable(
-                f"the sandbox does not hold: {failed[0].name}: {failed[0].detail} (tidemill doctor --sandbox)"
-            )
-    vault = FolderVault(folder / "vault")
+    vault = FolderVault(tasks.folder / "vault")
     grader = Grader(tier, vault, tasks.blobs, tasks.layers, num_kept=4096 if keeps_verdicts else 0)
     failures: dict[str, str] | None = {} if keeps_verdicts else None
 

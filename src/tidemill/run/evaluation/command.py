@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tidemill.core.errors import UsageError
 from tidemill.core.records import Episode, digest
+from tidemill.core.seams import SandboxTier
 from tidemill.reports.comparison import (
     BEHAVIOURS,
     REPAIRS,
@@ -28,7 +29,7 @@ from tidemill.run.evaluation.rows import played, row_of
 from tidemill.run.services.context import tasks_folder
 from tidemill.run.services.curriculum import chosen
 from tidemill.run.services.rollouts import open_tier
-from tidemill.run.workshop import open_workshop
+from tidemill.run.workshop import Workshop, workshop_over
 from tidemill.tasks.commands import unpack
 from tidemill.tasks.folder import TaskSet, load
 
@@ -74,7 +75,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 async def _evaluate(arguments: argparse.Namespace) -> tuple[str, Path, list[EvalRow]]:
     """Who was examined, the file, and its rows of the wanted tasks and samples."""
-    async with examinee(arguments) as who, _task_set(arguments) as tasks:
+    async with examinee(arguments) as who, _tier(arguments) as tier, _task_set(arguments, tier) as tasks:
         lines = arguments.max_window_lines or who.max_window_lines
         seed = who.seed if arguments.seed is None else arguments.seed
         names = chosen(tasks.tasks, arguments.split, max_window_lines=lines, seed=seed, purpose="evaluation")
@@ -83,21 +84,23 @@ async def _evaluate(arguments: argparse.Namespace) -> tuple[str, Path, list[Eval
                 f"no {arguments.split} task of {tasks.folder} is short enough for --max-window-lines {lines}: "
                 "raise it, or give another --split"
             )
-        names = names[: arguments.num]
+        workshop = workshop_over(tasks, tier, who.environments, keeps_verdicts=True)
         about = {
             **who.about,
+            **workshop.rules([tasks.task(name) for name in names], who.renderer),
             "agent": who.name,
             "split": arguments.split,
             "seed": seed,
             "max_window_lines": lines,
             "tasks": _digest(tasks, arguments.split),
         }
+        names = names[: arguments.num]
         path = Path(arguments.out) if arguments.out else _default_out(who, arguments)
         with open_results(path, about) as results:
             known = results.known()
             wanted = [(name, n) for n in range(arguments.samples) for name in names if (name, n) not in known]
             if wanted:
-                await _play(arguments, who, tasks, results, wanted=wanted, seed=seed)
+                await _play(arguments, who, workshop, results, wanted=wanted, seed=seed)
             inside = set(names)
             rows = [row for row in results.rows() if row.task_id in inside and row.sample < arguments.samples]
     return who.name, path, rows
@@ -106,38 +109,43 @@ async def _evaluate(arguments: argparse.Namespace) -> tuple[str, Path, list[Eval
 async def _play(
     arguments: argparse.Namespace,
     who: Examinee,
-    tasks: TaskSet,
+    workshop: Workshop,
     results: Results,
     *,
     wanted: Sequence[tuple[str, int]],
     seed: int,
 ) -> None:
     slots, progress = asyncio.Semaphore(arguments.slots), _Progress(len(wanted))
-    player = who.player(tasks)
+    player = who.player(workshop.tasks)
+    workshop.tier.reap()
+    await workshop.try_sandbox()
+
+    async def one(task_id: str, sample: int) -> None:
+        async with slots:
+            attempt, episode = await played(
+                lambda attempt: player.play(workshop, attempt), player.version, task_id, sample, seed=seed
+            )
+        task = workshop.tasks.task(task_id)
+        results.add(row_of(task, attempt, episode, results.keep(episode), version=player.version, sample=sample))
+        progress.tell(episode)
+
+    print(f"{who.name}: {len(wanted)} attempts at {arguments.split} tasks, into {results.path}", flush=True)
+    async with asyncio.TaskGroup() as group:
+        for task_id, sample in wanted:
+            group.create_task(one(task_id, sample))
+
+
+@asynccontextmanager
+async def _tier(arguments: argparse.Namespace) -> AsyncIterator[SandboxTier]:
     tier = open_tier(arguments.tier, LABEL)
-    tier.reap()
     try:
-        workshop = await open_workshop(tasks.folder, tier, who.environments, keeps_verdicts=True)
-
-        async def one(task_id: str, sample: int) -> None:
-            async with slots:
-                attempt, episode = await played(
-                    lambda attempt: player.play(workshop, attempt), player.version, task_id, sample, seed=seed
-                )
-            task = workshop.tasks.task(task_id)
-            results.add(row_of(task, attempt, episode, results.keep(episode), version=player.version, sample=sample))
-            progress.tell(episode)
-
-        print(f"{who.name}: {len(wanted)} attempts at {arguments.split} tasks, into {results.path}", flush=True)
-        async with asyncio.TaskGroup() as group:
-            for task_id, sample in wanted:
-                group.create_task(one(task_id, sample))
+        yield tier
     finally:
         await tier.close()
 
 
 @asynccontextmanager
-async def _task_set(arguments: argparse.Namespace) -> AsyncIterator[TaskSet]:
+async def _task_set(arguments: argparse.Namespace, tier: SandboxTier) -> AsyncIterator[TaskSet]:
     """The one that is named, made for the occasion where it is a manifest; else that of the checkpoint's run."""
     if arguments.tasks is None:
         yield load(tasks_folder(run_and_version(arguments.checkpoint)[0]))
@@ -145,11 +153,7 @@ async def _task_set(arguments: argparse.Namespace) -> AsyncIterator[TaskSet]:
         yield load(path)
     else:
         with tempfile.TemporaryDirectory(prefix="tidemill-tasks-") as aside:
-            tier = open_tier(arguments.tier, LABEL)
-            try:
-                await unpack(path, Path(aside, "set"), tier)
-            finally:
-                await tier.close()
+            await unpack(path, Path(aside, "set"), tier)
             yield load(Path(aside, "set"))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from tidemill.core.errors import StoreError, UsageError
 from tidemill.core.seams import Environment
 from tidemill.deltas.store import FolderStore
+from tidemill.episodes.chat import NAME as CHAT
 from tidemill.episodes.chat_client import ChatClient
 from tidemill.run.evaluation.players import ChatPlayer, Player, PolicyPlayer, ScriptedPlayer
 from tidemill.run.evaluation.results import About
@@ -18,6 +19,7 @@ from tidemill.run.folder import RunFolder
 from tidemill.run.services.context import saved_recipe
 from tidemill.tasks.commands import window
 from tidemill.tasks.folder import TaskSet
+from tidemill.text.compact import CompactRenderer
 from tidemill.text.tokenizer import Tokenizer
 
 AGENT_VOCABULARY = 2048
@@ -32,6 +34,7 @@ class Examinee:
     about: About
     player: Callable[[TaskSet], Player]
     """For tasks of this set."""
+    renderer: str = CompactRenderer.name
     seed: int = 0
     max_window_lines: int | None = None
     environments: Mapping[str, Callable[[], Environment]] = field(default_factory=dict)
@@ -126,6 +129,7 @@ async def _endpoint(arguments: argparse.Namespace) -> AsyncIterator[Examinee]:
         yield Examinee(
             name=client.model,
             player=lambda tasks: ChatPlayer(client, temperature=temperature, **limits),
+            renderer=CHAT,
             about={"endpoint": client.endpoint, "temperature": temperature, **limits},
         )
     finally:

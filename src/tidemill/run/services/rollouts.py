@@ -15,9 +15,10 @@ from tidemill.episodes.results import attempt_result
 from tidemill.episodes.scripted import ScriptedEngine, spoken
 from tidemill.run.config import Recipe
 from tidemill.run.services.context import Context
-from tidemill.run.workshop import Workshop, open_workshop
+from tidemill.run.workshop import Workshop, workshop_over
 from tidemill.sandboxes.local import LocalTier
 from tidemill.sandboxes.namespaces import NamespacesTier
+from tidemill.tasks.folder import load
 from tidemill.text.tokenizer import Tokenizer
 
 
@@ -74,7 +75,8 @@ async def open_rollouts(context: Context, engine: Engine) -> Rollouts:
     num_reaped = tier.reap()
     context.events.write("reap", numbers={"removed": num_reaped})
     # Nothing is kept from one attempt to the next: each is played in a sandbox of its own and graded in a fresh one.
-    workshop = await open_workshop(context.tasks, tier, context.recipe.environments, keeps_verdicts=False)
+    workshop = workshop_over(load(context.tasks), tier, context.recipe.environments, keeps_verdicts=False)
+    await workshop.try_sandbox()
     return Rollouts(context=context, workshop=workshop, engine=engine, tokenizer=context.tokenizer())
 
 
