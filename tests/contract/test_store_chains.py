@@ -1,13 +1,13 @@
 """Versions as keyframes and deltas: what a follower may rely on, whatever lies damaged on the way."""
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.races import race
 from tidemill.core.errors import StoreError, VersionTaken
 from tidemill.core.records import Array
 from tidemill.core.seams import Weights
@@ -168,22 +168,10 @@ def test_repeated_and_reordered_links_are_refused(tmp_path: Path) -> None:
 def test_threads_that_race_with_deltas_leave_one_winner(open_store: Open) -> None:
     publish(open_store(), 0)
     publish(open_store(), 1)
-    start, outcomes = threading.Barrier(4), []
-
-    def race(seed: int) -> None:
-        store = open_store()
-        weights = policy(2 + seed)
-        start.wait(timeout=30)
-        try:
-            store.publish(weights, version=2, batch="b", step=2, run_id="run")
-            outcomes.append("won")
-        except VersionTaken:
-            outcomes.append("taken")
-
-    threads = [threading.Thread(target=race, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert sorted(outcomes) == ["taken"] * 3 + ["won"]
+    stores = [open_store() for _ in range(4)]
+    weights = [policy(2 + seed) for seed in range(4)]
+    outcomes = race(
+        lambda seed: stores[seed].publish(weights[seed], version=2, batch="b", step=2, run_id="run"), len(stores)
+    )
+    assert outcomes == ["taken"] * 3 + ["won"]
     assert any(same(open_store().load(2), 2 + seed) for seed in range(4))

@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.races import race
 from tidemill.core.errors import StoreError, VersionTaken
 from tidemill.core.records import Array, encode
 from tidemill.core.seams import Store, Weights
@@ -168,30 +168,14 @@ def test_export_is_a_folder_that_safetensors_reads(open_store: Callable[[], Stor
 
 def test_threads_racing_for_a_version_leave_one_winner(open_store: Callable[[], Store]) -> None:
     publish(open_store(), 0, 0)
-    start = threading.Barrier(6)
-    outcomes: list[str] = []
-
-    def race(seed: int) -> None:
-        store = open_store()
-        start.wait(timeout=30)
-        try:
-            publish(store, 1, seed)
-            outcomes.append("won")
-        except VersionTaken:
-            outcomes.append("taken")
-
-    threads = [threading.Thread(target=race, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert sorted(outcomes) == ["taken"] * 5 + ["won"]
+    stores = [open_store() for _ in range(6)]
+    assert race(lambda seed: publish(stores[seed], 1, seed), len(stores)) == ["taken"] * 5 + ["won"]
 
 
 RACER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
+sys.path[:0] = [sys.argv[3], str(Path(sys.argv[3]).parent)]
 from test_store_contract import some_weights
 from tidemill.core.errors import VersionTaken
 from tidemill.deltas.store import FolderStore

@@ -2,13 +2,13 @@
 
 import os
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.races import race
 from tidemill.core.errors import BlobError, StoreError, UsageError, VersionTaken
 from tidemill.core.records import Array
 from tidemill.core.seams import Weights
@@ -90,23 +90,9 @@ def test_versions_over_s3(endpoint: str, url: str, tmp_path: Path) -> None:
 def test_racers_over_s3_leave_one_winner(endpoint: str, url: str) -> None:
     options = {"endpoint_url": endpoint}
     publish(ObjectStore(url, options=options), 0)
-    start, outcomes = threading.Barrier(4), list[str]()
-
-    def race(seed: int) -> None:
-        store = ObjectStore(url, options=options)
-        start.wait(timeout=30)
-        try:
-            publish(store, 1, policy(10 + seed))
-            outcomes.append("won")
-        except VersionTaken:
-            outcomes.append("taken")
-
-    threads = [threading.Thread(target=race, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert sorted(outcomes) == ["taken"] * 3 + ["won"]
+    stores = [ObjectStore(url, options=options) for _ in range(4)]
+    outcomes = race(lambda seed: publish(stores[seed], 1, policy(10 + seed)), len(stores))
+    assert outcomes == ["taken"] * 3 + ["won"]
     won = ObjectStore(url, options=options).load(1).tensors["w"].data
     assert won in {policy(10 + seed).tensors["w"].data for seed in range(4)}
 
