@@ -1,5 +1,6 @@
 """Blobs, real and fake: bytes come back under the hash of their content, or not at all."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,21 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     blobs.path(name).write_bytes(b"whol")
     with pytest.raises(BlobError, match="damaged"):
         blobs.get(name)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
+def test_what_is_there_already_may_be_anothers_or_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    blobs = FolderBlobs(tmp_path)
+    name = blobs.put(b"there")
+
+    def refused(path: Path) -> None:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr("os.utime", refused)
+    assert blobs.put(b"there") == name
+    assert blobs.get(blobs.put(b"new")) == b"new"
 
 
 def test_a_failed_put_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

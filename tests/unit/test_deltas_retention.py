@@ -1,6 +1,7 @@
 """Old payloads go; nothing that a living follower, a pin or a race may need goes with them."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -75,6 +76,26 @@ def test_what_is_young_stays(store: FolderStore) -> None:
     age(store)
     collect(store, keep=1)
     assert not store.blobs.has(orphan)
+
+
+def test_what_is_put_while_it_is_being_deleted_is_there(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector has seen an old blob; before it deletes it, a publisher puts the same bytes again."""
+    orphan = store.blobs.put(b"wanted again")
+    age(store)
+    publishers = list[threading.Thread]()
+    unlink = os.unlink
+
+    def unlink_late(path: Path) -> None:
+        if path.name == orphan[2:]:
+            publishers.append(threading.Thread(target=store.blobs.put, args=(b"wanted again",)))
+            publishers[0].start()
+            publishers[0].join(timeout=0.3)  # it has to wait until the collector is done
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", unlink_late)
+    collect(store, keep=1)
+    publishers[0].join(timeout=60)
+    assert store.blobs.get(orphan) == b"wanted again"
 
 
 def test_a_damaged_manifest_deletes_nothing(store: FolderStore) -> None:

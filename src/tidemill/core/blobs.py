@@ -4,9 +4,12 @@ Whole blobs only: a reader never sees half of one. Episodes, snapshots of reposi
 here; the journal's rows hold their hashes.
 """
 
+import errno
+import fcntl
 import hashlib
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, final
 
@@ -67,6 +70,35 @@ class MemoryBlobs:
         return name in self._data
 
 
+@contextmanager
+def lock_folder(folder: Path, *, alone: bool) -> Iterator[None]:
+    """Held alone by whoever looks how old a blob of `folder` is and then deletes it, by others while they renew one."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        except OSError:
+            if alone:  # where a disk has no locks, nothing is deleted, and so there is nothing to wait for
+                raise
+        yield
+    finally:
+        os.close(handle)
+
+
+def _renew(path: Path) -> bool:
+    """Make a blob young again: a collector leaves it to whoever is about to name it. False where there is none."""
+    try:
+        with lock_folder(path.parent, alone=False):
+            os.utime(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return path.exists()  # another's, or on a disk that is only read: its bytes are right all the same
+    return True
+
+
 @final
 class FolderBlobs:
     """Blobs as files, `ab/cdef…`, in a folder that any number of processes may share."""
@@ -83,11 +115,9 @@ class FolderBlobs:
         """Durable when it returns. Raises `OSError` (disk full, …) with nothing half-written under the name."""
         name = blob_hash(data)
         path = self.path(name)
-        with suppress(FileNotFoundError):
-            os.utime(path)  # young again: a collector that is under way leaves it to whoever is about to name it
-            return name
-        path.parent.mkdir(exist_ok=True)
-        write_whole(path, data)
+        if not _renew(path):
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, data)
         return name
 
     def get(self, name: str) -> bytes:

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from tidemill.core.blobs import lock_folder
 from tidemill.core.errors import StoreError
 from tidemill.core.files import write_whole
 from tidemill.deltas.store import FolderStore
@@ -68,9 +69,11 @@ def collect(
     names = {blob for version in needed for blob in manifests[version].files.values()}
     num_blobs = num_bytes = 0
     for path in blobs:
-        with suppress(FileNotFoundError):
+        if path.parent.name + path.name in names:
+            continue
+        with suppress(FileNotFoundError), lock_folder(path.parent, alone=True):
             stat = path.stat()
-            if path.parent.name + path.name in names or time.time() - stat.st_mtime < grace_s:
+            if time.time() - stat.st_mtime < grace_s:
                 continue
             if not dry_run:
                 os.unlink(path)
