@@ -89,6 +89,7 @@ def synthetic_run(
         _update(world, version, metrics)
     _evaluate(world, num_updates, 3)
     _samples(world, start_s)
+    world.logs["supervisor-0"].write("stopping", from_s=world.now_s, to_s=world.now_s, note="done")
     for log in world.logs.values():
         log.write("stop", from_s=world.now_s, to_s=world.now_s)
         log.close()

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from support.synthetic_run import synthetic_run
 from tidemill.core.events import EventLog
 from tidemill.core.metrics import MetricsLog, read_metrics
 from tidemill.reports.live.facts import Facts, Follower
-from tidemill.reports.status import status
+from tidemill.reports.status import status, status_lines
 
 END_S = 1_790_000_060.0
 
@@ -48,6 +49,13 @@ def look(run: Path, now_s: float = END_S) -> Facts:
     return Follower(run, run_id="synthetic-0", totals={"rl": 3}).look(now_s=now_s)
 
 
+def supervisor_says(run: Path, what: str, **more: Any) -> None:
+    """After all that the run's events tell."""
+    log = EventLog(run / "events", "supervisor-0")
+    log.write(what, from_s=END_S + 60, to_s=END_S + 60, **more)
+    log.close()
+
+
 def test_it_counts_as_status_does(honest: Path) -> None:
     facts, told = look(honest), status(honest)
     assert facts.counts is not None
@@ -63,6 +71,7 @@ def test_it_counts_as_status_does(honest: Path) -> None:
 
 def test_rates_are_of_now(run: Path) -> None:
     (run / "store" / "versions" / "00000003.json").unlink()
+    supervisor_says(run, "start", ids={"service": "learner-0"})
     now_s = float(read_metrics(run / "metrics.jsonl")[-1]["time_s"])
     with owned(run):
         facts = look(run, now_s)
@@ -110,9 +119,8 @@ def test_a_killed_service_is_a_fault_and_a_stopped_one_is_none(run: Path) -> Non
 
 
 def test_a_run_says_that_it_is_stopping_and_why_it_halted(run: Path) -> None:
-    log = EventLog(run / "events", "supervisor-0")
-    log.write("stopping")
-    log.close()
+    supervisor_says(run, "stopping", note="done")
+    supervisor_says(run, "stop", ids={"service": "engine-0"}, numbers={"exit_code": 143})
     with owned(run):
         assert look(run).state == "stopping"
         assert Follower(run, run_id="synthetic-0").look(now_s=END_S, is_over=True).state == "finished"
@@ -120,6 +128,16 @@ def test_a_run_says_that_it_is_stopping_and_why_it_halted(run: Path) -> None:
         db.execute("INSERT INTO meta VALUES ('halted', 'the gradient is not finite')")
     facts = look(run)
     assert (facts.state, facts.cause) == ("halted", "the gradient is not finite")
+
+
+@pytest.mark.parametrize("what, note", [("stopping", "stopped"), ("start", "")])
+def test_a_last_version_that_is_still_examined_is_no_end(run: Path, what: str, note: str) -> None:
+    """Ctrl-C, or a kill of the supervisor, while the evaluator has work left."""
+    supervisor_says(run, what, note=note)
+    with owned(run):
+        assert Follower(run, run_id="synthetic-0").look(now_s=END_S, is_over=True).state == "stopped"
+    assert look(run).state == "stopped"
+    assert status_lines(run)[0].endswith("stopped, version 3 of 3") and not status(run)["finished"]
 
 
 def test_before_there_is_anything(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
+def told_end(folder: RunFolder) -> str:
+    """What the events say of how the run ended."""
+    return next(event.note for event in read_events(folder.events) if event.what == "stopping")
+
+
 @contextlib.contextmanager
 def running(supervisor: Supervisor) -> Iterator[list[object]]:
     """In a thread; what it returned or raised is in the list afterwards."""
@@ -73,6 +78,7 @@ def test_the_run_is_done_when_its_enders_are(folder: RunFolder) -> None:
         Service(who="learner-0", argv=python("print('trained')"), ends_run=True),
     ]
     assert Supervisor(folder, services, policy=QUICK).run() == "done"
+    assert told_end(folder) == "done"
     assert last_line(folder.log("learner-0")) == "trained"
     assert folder.all_services() == []
     assert folder.halt_cause() == ""
@@ -89,7 +95,7 @@ def test_a_killed_service_is_started_again_alone(folder: RunFolder) -> None:
         again, beside = folder.service("worker-0"), folder.service("engine-0")
         assert again is not None and again.starts == 2
         assert beside is not None and beside.pid == engine.pid
-    assert ends == ["stopped"]
+    assert ends == ["stopped"] and told_end(folder) == "stopped"
     assert not lives(again.pid) and not lives(engine.pid)
     whats = [(event.what, event.ids.get("service")) for event in read_events(folder.events)]
     assert whats.count(("start", "worker-0")) == 2 and whats.count(("start", "engine-0")) == 1
@@ -106,7 +112,7 @@ def test_a_service_that_keeps_dying_halts_the_run(folder: RunFolder) -> None:
     services = [Service(who="engine-0", argv=python("raise SystemExit('no such file: model.safetensors')"))]
     with pytest.raises(TrainingHalted, match=r"engine-0 ended 4 times .* exit code 1: no such file"):
         Supervisor(folder, services, policy=QUICK).run()
-    assert "model.safetensors" in folder.halt_cause()
+    assert "model.safetensors" in folder.halt_cause() and told_end(folder) == "halted"
 
 
 def test_a_halt_stops_the_run_with_its_cause(folder: RunFolder) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tidemill.core.events import Event
 from tidemill.reports import evaluation as stats
 from tidemill.reports.rundata import RunData
 
@@ -22,10 +23,12 @@ def status(folder: Path, *, now_s: float | None = None) -> dict[str, Any]:
     rejected = {group.id for group in journal.groups if group.state == "rejected"}
     finished = [row.group_id for row in data.finished]
     clock_s = time.time() if now_s is None else now_s
+    phases = [event for event in data.events if tells_phase(event)]
     demonstrations = [row for row in journal.attempts if data.groups[row.group_id].stage == "sft"]
     return {
         "run_id": journal.run_id,
         "running": is_running(folder),
+        "finished": data.head == journal.config.get("num_updates") and is_done(phases[-1] if phases else None),
         "halted": journal.halted,
         "stage": "rl" if data.head >= 0 else str(data.metrics[-1].get("stage", "")) if data.metrics else "start",
         "version": data.head,
@@ -59,7 +62,8 @@ def status_lines(folder: Path, *, now_s: float | None = None) -> list[str]:
     """The same for people, a line each."""
     facts = status(folder, now_s=now_s)
     attempts, halted = facts["attempts"], facts["halted"]
-    state = "halted" if halted else "running" if facts["running"] else _ended(facts)
+    ended = "finished" if facts["finished"] else "stopped"
+    state = "halted" if halted else "running" if facts["running"] else ended
     lines = [f"{facts['run_id']}: {state}, version {max(facts['version'], 0)} of {facts['num_updates']}"]
     if halted:
         lines.append(f"cause        {halted}")
@@ -85,8 +89,15 @@ def status_lines(folder: Path, *, now_s: float | None = None) -> list[str]:
     return lines
 
 
-def _ended(facts: dict[str, Any]) -> str:
-    return "finished" if facts["version"] == facts["num_updates"] else "stopped"
+def tells_phase(event: Event) -> bool:
+    """Whether it is the supervisor's word on where a run stands: `start` of a service, or `stopping` of them all, whose
+    note is how the run ends. The newest one holds."""
+    return event.who.startswith("supervisor") and event.what in ("start", "stopping")
+
+
+def is_done(phase: Event | None) -> bool:
+    """Whether everyone whose work ends had ended it: the last version alone does not say so, it is examined yet."""
+    return phase is not None and (phase.what, phase.note) == ("stopping", "done")
 
 
 def _ago(seconds: float) -> str:

@@ -115,6 +115,7 @@ class Supervisor:
         # Of this supervisor alone: the keeper of an earlier one, still reaping, must not take ours for its own.
         self._label = f"{folder.path}#{secrets.token_hex(8)}"
         self._asked_to_stop = 0
+        self._end: RunEnd | None = None
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -134,7 +135,8 @@ class Supervisor:
             stack.callback(self._end_keeper)
             stack.callback(self._stop_all)
             try:
-                return self._watch()
+                self._end = self._watch()
+                return self._end
             except TrainingHalted as error:
                 self._folder.write_halt(str(error))
                 self._events.write("fault", note=str(error))
@@ -254,7 +256,7 @@ class Supervisor:
     def _stop_all(self) -> None:
         asked_before = self._asked_to_stop
         living = [managed for managed in self._managed if managed.process is not None]
-        self._events.write("stopping", numbers={"services": len(living)})
+        self._events.write("stopping", numbers={"services": len(living)}, note=self._end or "halted")
         for managed in living:
             assert managed.process is not None
             managed.process.terminate()

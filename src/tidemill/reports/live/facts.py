@@ -17,7 +17,7 @@ from tidemill.core.journal import JournalCounts, read_counts
 from tidemill.core.metrics import Row
 from tidemill.reports.evaluation import EvalRow
 from tidemill.reports.live.tail import Tail
-from tidemill.reports.status import is_running
+from tidemill.reports.status import is_done, is_running, tells_phase
 
 T = TypeVar("T")
 State = Literal["preparing", "running", "stopping", "stopped", "halted", "finished"]
@@ -88,7 +88,7 @@ class Follower:
         self._started_s: float | None = None
         self._news: Event | None = None
         self._fault: Event | None = None
-        self._supervisor: Event | None = None
+        self._phase: Event | None = None
 
     def look(self, *, now_s: float | None = None, is_over: bool = False) -> Facts:
         """`is_over`: its owner, who still holds the folder, has ended it.
@@ -178,11 +178,11 @@ class Follower:
                 event = _decoded(line, Event)
                 if event is None or event.what in ROUTINE:
                     continue
-                if event.who.startswith("supervisor") and _is_later(event, self._supervisor):
-                    self._supervisor = event
+                if tells_phase(event) and _is_later(event, self._phase):
+                    self._phase = event
                 if is_fault(event):
                     self._fault = event if _is_later(event, self._fault) else self._fault
-                elif _is_later(event, self._news):
+                elif event.what != "stopping" and _is_later(event, self._news):  # the state says that
                     self._news = event
 
     # --- what follows from it --------------------------------------------------------------------------------
@@ -207,10 +207,11 @@ class Follower:
         if not is_over and is_running(self._folder):
             if not any((self._folder / "services").glob("*.json")):
                 return "preparing"
-            return "stopping" if self._supervisor is not None and self._supervisor.what == "stopping" else "running"
+            return "stopping" if self._phase is not None and self._phase.what == "stopping" else "running"
         if cause:
             return "halted"
-        return "finished" if counts is not None and version == counts.config.get("num_updates") else "stopped"
+        is_last = counts is not None and version == counts.config.get("num_updates")
+        return "finished" if is_last and is_done(self._phase) else "stopped"
 
     def _elapsed_s(self, clock_s: float) -> float | None:
         starts = []
