@@ -11,7 +11,8 @@ import pytest
 from tidemill.core.errors import StoreError
 from tidemill.core.records import Array
 from tidemill.core.seams import Weights
-from tidemill.deltas.retention import collect, stand
+from tidemill.deltas.api import follow
+from tidemill.deltas.retention import collect, collected, stand
 from tidemill.deltas.store import FolderStore
 
 
@@ -30,9 +31,9 @@ def store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path / "store", keyframe_every=4)
 
 
-def age(store: FolderStore) -> None:
+def age(store: FolderStore | Path) -> None:
     old = time.time() - 7200
-    for path in store.folder.rglob("*"):
+    for path in (store if isinstance(store, Path) else store.folder).rglob("*"):
         os.utime(path, (old, old))
 
 
@@ -66,6 +67,46 @@ def test_a_living_follower_and_a_pin_hold_what_they_need(store: FolderStore) -> 
     age(store)  # the follower has been silent for two hours
     collect(store, keep=1)
     assert readable(store) == [8, 9]
+
+
+def test_one_who_follows_is_protected_as_long_as_it_lives(store: FolderStore) -> None:
+    def stood() -> list[str]:
+        return [path.name for path in (store.folder / "followers").glob("*")]
+
+    followed = follow(store.folder)
+    assert next(followed).manifest.version == 9
+    for version in range(10, 14):
+        store.publish(weights(version), version=version, batch="b", step=version, run_id="r")
+    age(store.folder / "blobs")  # all but the follower's word
+    collect(store, keep=1)
+    assert readable(store) == [8, 9, 10, 11, 12, 13]
+    assert next(followed).manifest.version == 13
+    assert len(stood()) == 1
+    followed.close()
+    assert stood() == []
+    collect(store, keep=1)
+    assert readable(store) == [12, 13]
+
+
+def test_what_the_dead_said_is_taken_away(store: FolderStore) -> None:
+    stand(store, "dead", 0)
+    age(store)
+    collect(store, keep=1, dry_run=True)
+    assert (store.folder / "followers" / "dead").exists()
+    collect(store, keep=1)
+    assert not (store.folder / "followers" / "dead").exists()
+
+
+def test_what_was_given_up_is_known_and_stays_given_up(store: FolderStore) -> None:
+    collect(store, keep=1, dry_run=True)
+    assert collected(store) == frozenset()
+    assert collect(store, keep=1).horizon == 8
+    assert collected(store) == frozenset(range(8))
+    assert collect(store, keep=5, pins=frozenset({0})).horizon == 8
+    assert collected(store) == frozenset(range(8))
+    (store.folder / "collected").write_text("?")
+    with pytest.raises(StoreError, match=r"collected versions in .* damaged"):
+        collect(store, keep=1)
 
 
 def test_what_is_young_stays(store: FolderStore) -> None:

@@ -1,6 +1,7 @@
 """`tidemill weights …` as a user calls it."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -114,3 +115,33 @@ def test_a_store_is_shown_verified_and_pulled(tmp_path: Path, capsys: pytest.Cap
     assert tidemill("weights", "verify", folder) == 1
     told = capsys.readouterr()
     assert "1 of 3 versions" in told.out and "version 1" in told.err
+
+
+def test_collected_versions_are_no_damaged_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = FolderStore(tmp_path / "store", keyframe_every=2)
+    for version in range(6):
+        words = np.arange(4000) + (np.arange(4000) < 40 * version)
+        store.publish(
+            Weights(config={}, tokenizer={}, tensors={"w": Array.of(words, "uint16")}),
+            version=version, batch=f"{version}", step=version, run_id="run",
+        )  # fmt: skip
+    for path in (store.folder / "blobs").glob("*/*"):
+        os.utime(path, (0, 0))
+    folder = str(store.folder)
+    assert tidemill("weights", "collect", folder, "--keep", "1", "--pin", "0", "--dry-run") == 0
+    told = capsys.readouterr().out
+    assert "3 payloads" in told and "would be deleted" in told and "from 4 on" in told
+    assert tidemill("weights", "verify", folder) == 0
+    assert "6 of 6 versions are whole\n" in capsys.readouterr().out
+    assert tidemill("weights", "collect", folder, "--keep", "1", "--pin", "0") == 0
+    assert tidemill("weights", "verify", folder) == 0
+    assert "3 of 6 versions are whole, 3 were collected" in capsys.readouterr().out
+    assert tidemill("weights", "log", folder, "--moved", "--json") == 0
+    assert [row["moved"] for row in json.loads(capsys.readouterr().out)] == [None] * 5 + [0.01]
+    blob = store.manifest(5).files["model.delta"]
+    (store.folder / "blobs" / blob[:2] / blob[2:]).unlink()
+    assert tidemill("weights", "verify", folder) == 1
+    told = capsys.readouterr()
+    assert "2 of 6 versions are whole, 3 were collected" in told.out and "version 5" in told.err
+    assert tidemill("weights", "collect", "memory://none", "--keep", "1") == 2
+    assert "is no folder" in capsys.readouterr().err

@@ -11,6 +11,7 @@ dtype widens or rounds it by itself.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tidemill.core.seams import Weights, bfloat16_bits
 from tidemill.deltas.codec import apply, diff
 from tidemill.deltas.publisher import publish_next
 from tidemill.deltas.remote import open_store
+from tidemill.deltas.retention import Standing
 from tidemill.deltas.store import SnapshotStore
 
 __all__ = ["Version", "apply", "diff", "follow", "publish", "pull"]
@@ -88,24 +90,28 @@ def follow(
     """Each time there is a version newer than the last one: the newest. Versions between may be jumped over.
 
     What cannot be read is told to `on_fault`, once, and asked for again: the caller goes on with what it has. Ends when
-    `stop` is set.
+    `stop` is set. In a folder that it may write to, it says where it stands, so that `retention` leaves what it needs.
     """
     opened = store if isinstance(store, SnapshotStore) else open_store(store)
     stop = stop or threading.Event()
     told = ""
-    while not stop.is_set():
-        try:
-            head = opened.head()
-            if head is not None and head > after:
-                version = pull(opened, head)
-                after, told = head, ""
+    with closing(Standing(opened)) as standing:
+        while not stop.is_set():
+            version: Version | None = None
+            try:
+                head = opened.head()
+                if head is not None and head > after:
+                    version = pull(opened, head)
+                    after, told = head, ""
+            except (StoreError, BlobError, OSError) as error:
+                if on_fault is not None and str(error) != told:
+                    on_fault(error)
+                told = str(error)
+            standing.at(after)
+            if version is None:
+                stop.wait(poll_s)
+            else:
                 yield version
-                continue
-        except (StoreError, BlobError, OSError) as error:
-            if on_fault is not None and str(error) != told:
-                on_fault(error)
-            told = str(error)
-        stop.wait(poll_s)
 
 
 def weights_of(tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Weights:

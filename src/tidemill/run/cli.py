@@ -225,6 +225,18 @@ COMMANDS = (
         "tidemill weights verify runs/demo/store",
     ),
     Command(
+        "weights collect",
+        "weights:collect_command",
+        "delete old payloads of a store that no follower needs; a run's own store is read until its audit is done",
+        (
+            STORE,
+            _argument("--keep", metavar="N", type=int, required=True, help="the newest versions, all of them readable"),
+            _argument("--pin", metavar="VERSION", type=int, nargs="+", default=(), help="versions to keep beside them"),
+            _argument("--dry-run", action="store_true", help="say what would go"),
+        ),
+        "tidemill weights collect weights/store --keep 30",
+    ),
+    Command(
         "weights pull",
         "weights:pull_command",
         "a version of a store as a Hugging Face folder",

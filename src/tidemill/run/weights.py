@@ -18,6 +18,7 @@ from tidemill.core.seams import Weights
 from tidemill.deltas.codec import Mode, apply_stream, diff_stream, read_header
 from tidemill.deltas.folders import SafetensorsFolder, write_folder
 from tidemill.deltas.remote import ObjectStore, open_store
+from tidemill.deltas.retention import collect, collected
 from tidemill.deltas.store import FolderStore
 
 T = TypeVar("T")
@@ -74,6 +75,7 @@ def _rows(store: FolderStore | ObjectStore, *, moved: bool) -> Iterator[dict[str
     keyframe_bytes: int | None = None
     last_s: float | None = None
     before: Weights | None = None
+    gone = _collected(store)
     for version in _track(store.versions(), "log") if moved else store.versions():
         manifest = store.manifest(version)
         if manifest.kind == "full":
@@ -81,8 +83,8 @@ def _rows(store: FolderStore | ObjectStore, *, moved: bool) -> Iterator[dict[str
         at_s = store.published_s(version)
         share: float | None = None
         if moved:
-            weights = store.load(version)
-            share = None if before is None else _moved(before, weights)
+            weights = _load(store, version, gone)
+            share = None if before is None or weights is None else _moved(before, weights)
             before = weights
         yield {
             "version": version,
@@ -106,17 +108,48 @@ def _moved(before: Weights, after: Weights) -> float:
 def verify_command(arguments: argparse.Namespace) -> int:
     """Every version by its chain, every tensor by its hash. Exit code 1 where one is not what its manifest says."""
     store = _store(arguments.store)
+    gone = _collected(store)
     problems = []
+    num_collected = 0
     versions = store.versions()
     for version in _track(versions, "verify"):
         try:
-            store.load(version)
+            num_collected += _load(store, version, gone) is None
         except (StoreError, BlobError) as error:
             problems.append(str(error))
     for problem in problems:
         print(problem, file=sys.stderr)
-    print(f"{store}: {len(versions) - len(problems)} of {len(versions)} versions are whole")
+    num_whole = len(versions) - len(problems) - num_collected
+    told = f", {num_collected} were collected" if num_collected else ""
+    print(f"{store}: {num_whole} of {len(versions)} versions are whole{told}")
     return 1 if problems else 0
+
+
+def collect_command(arguments: argparse.Namespace) -> int:
+    store = _store(arguments.store)
+    if not isinstance(store, FolderStore):
+        raise UsageError(f"{store} is no folder: an object store deletes by life-cycle rules of its own")
+    done = collect(store, keep=arguments.keep, pins=frozenset(arguments.pin), dry_run=arguments.dry_run)
+    would = "would be " if arguments.dry_run else ""
+    print(
+        f"{store}: {done.num_blobs} payloads, {done.num_bytes:,} bytes {would}deleted; "
+        f"versions from {done.horizon} on can be read"
+    )
+    return 0
+
+
+def _collected(store: FolderStore | ObjectStore) -> frozenset[int]:
+    return collected(store) if isinstance(store, FolderStore) else frozenset()
+
+
+def _load(store: FolderStore | ObjectStore, version: int, gone: frozenset[int]) -> Weights | None:
+    """None for a version that was collected, where it can no longer be read."""
+    try:
+        return store.load(version)
+    except StoreError:
+        if version in gone:
+            return None
+        raise
 
 
 def pull_command(arguments: argparse.Namespace) -> int:
