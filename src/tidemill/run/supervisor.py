@@ -13,18 +13,14 @@
 import ctypes
 import os
 import secrets
-import select
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Literal, final
 
 import msgspec
@@ -32,6 +28,7 @@ import msgspec
 from tidemill.core.errors import TrainingHalted
 from tidemill.core.events import EventLog
 from tidemill.run import procfs
+from tidemill.run.bell import Bell
 from tidemill.run.folder import RunFolder, ServiceInfo
 
 HALT_EXIT_CODE = 64
@@ -111,21 +108,17 @@ class Supervisor:
         self._folder = folder
         self._managed = [_Managed(service) for service in services]
         self._policy = policy or RestartPolicy()
-        self._on_tick = on_tick
+        self._tick = on_tick or (lambda: None)
         # Of this supervisor alone: the keeper of an earlier one, still reaping, must not take ours for its own.
         self._label = f"{folder.path}#{secrets.token_hex(8)}"
         self._asked_to_stop = 0
         self._end: RunEnd | None = None
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._bell = Bell()
 
     def run(self) -> RunEnd:
         """Until the run is done or stopped. Raises `TrainingHalted` with the cause where a failure stopped it."""
         with ExitStack() as stack:
-            stack.callback(self._wake_reader.close)
-            stack.callback(self._wake_writer.close)
-            stack.enter_context(self._signals())
+            stack.enter_context(self._bell.rung_by_signals(self.stop))
             self._events = EventLog(self._folder.events, "supervisor-0")
             stack.callback(self._events.close)
             self._reap_earlier()
@@ -145,7 +138,7 @@ class Supervisor:
     def stop(self) -> None:
         """Ask `run` to stop; a second time, to stop without grace. Safe in any thread and in a signal handler."""
         self._asked_to_stop += 1
-        self._wake()
+        self._bell.ring()
 
     # --- the loop --------------------------------------------------------------------------------------------
 
@@ -165,7 +158,7 @@ class Supervisor:
                 self._sample()
                 self._tick()
             due_s = [m.start_at_s for m in self._managed if m.process is None and not m.ended]
-            self._sleep(min([next_sample_s, *due_s]) - time.monotonic())
+            self._bell.wait(min([next_sample_s, *due_s]) - time.monotonic())
 
     def _look_after(self, managed: _Managed) -> None:
         if managed.ended:
@@ -276,7 +269,7 @@ class Supervisor:
             if living:
                 with suppress(Exception):  # whatever a display does, the services are ended
                     self._tick()
-                self._sleep(min(0.1, until_s - time.monotonic()))
+                self._bell.wait(min(0.1, until_s - time.monotonic()))
 
     def _reap_earlier(self) -> None:
         """End what an earlier owner of this folder left behind, where it was killed together with its keeper."""
@@ -332,49 +325,6 @@ class Supervisor:
             }
             lines.append(msgspec.json.encode(sample) + b"\n")
         self._samples.write(b"".join(lines))
-
-    def _tick(self) -> None:
-        if self._on_tick is not None:
-            self._on_tick()
-
-    def _sleep(self, seconds: float) -> None:
-        """Until a signal (a child's death is one), `stop`, or the time."""
-        # Outside the main thread no signal tells of a child's death.
-        limit_s = SAMPLE_EVERY_S if _in_main_thread() else 0.05
-        select.select([self._wake_reader], [], [], max(0.0, min(seconds, limit_s)))
-        try:
-            while self._wake_reader.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # it is awake already, or over
-            self._wake_writer.send(b"x")
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        if not _in_main_thread():
-            yield
-            return
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if number != signal.SIGCHLD:
-                self.stop()
-
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-        before = {number: signal.signal(number, handle) for number in handled}
-        wakeup_before = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup_before)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _ends_with_parent() -> Callable[[], None] | None:
