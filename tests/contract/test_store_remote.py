@@ -152,6 +152,26 @@ def test_a_service_that_is_away_is_one_clear_error(monkeypatch: pytest.MonkeyPat
         ObjectStore("http://example.invalid/store")
 
 
+def test_a_long_history_is_neither_held_nor_listed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://long/store"
+    store, follower = ObjectStore(url), ObjectStore(url)
+    publish(store, 0)
+    assert follower.head() == 0
+
+    def listed(*_: object, **__: object) -> list[str]:
+        raise AssertionError("the whole history was listed")
+
+    monkeypatch.setattr(follower._fs, "ls", listed)
+    for version in range(1, 200):
+        publish(store, version)
+        if version % 50 == 0:
+            assert follower.head() == follower.head() == version
+            assert right(follower, version)
+    for each in (store, follower):
+        assert len(each._manifests) <= 64 and len(each.blobs._known) <= 64
+    assert right(store, 0) and store.manifest(0).version == 0
+
+
 def test_the_api_takes_a_url() -> None:
     url = "memory://api/store"
     publish_tensors(url, {"w": np.ones(10, np.float32)}, step=3)

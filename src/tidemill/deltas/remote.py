@@ -6,7 +6,6 @@ read that was cut short) is asked for again, a few times; the name of a blob tel
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -18,10 +17,13 @@ from tidemill.deltas.layout import manifest_name, versions_among
 from tidemill.deltas.store import KEYFRAME_EVERY, FolderStore, SnapshotStore
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 NUM_TRIES = 5
 FIRST_PAUSE_S = 0.1
 ASK_BYTES = 8 << 20
 NUM_RECENT = 16
+NUM_MANIFESTS = 64
 EXCLUSIVE = ("s3", "s3a", "gs", "gcs", "memory")
 """Protocols whose fsspec file systems create exclusively."""
 
@@ -33,8 +35,8 @@ class ObjectBlobs:
     def __init__(self, fs: Any, root: str) -> None:
         self._fs = fs
         self._root = root
-        self._known: set[str] = set()
-        self._recent: OrderedDict[str, bytes] = OrderedDict()
+        self._known: dict[str, None] = {}
+        self._recent: dict[str, bytes] = {}
 
     def path(self, name: str) -> str:
         if len(name) != 64 or not all(c in "0123456789abcdef" for c in name):
@@ -47,7 +49,7 @@ class ObjectBlobs:
         # Over a long line, asking whether a small blob is there takes as long as sending it.
         if name not in self._known and (len(data) < ASK_BYTES or not self.has(name)):
             again(lambda: self._fs.pipe_file(self.path(name), data), f"storing blob {name}")
-        self._known.add(name)
+        _remember(self._known, name, None, NUM_MANIFESTS)
         return name
 
     def get(self, name: str) -> bytes:
@@ -66,9 +68,7 @@ class ObjectBlobs:
             return self._recent[name]
         data = again(fetch, f"fetching blob {name}")
         if len(data) < ASK_BYTES:  # configuration and tokenizer are the same for every version
-            self._recent[name] = data
-            while len(self._recent) > NUM_RECENT:
-                self._recent.popitem(last=False)
+            _remember(self._recent, name, data, NUM_RECENT)
         return data
 
     def has(self, name: str) -> bool:
@@ -96,7 +96,9 @@ class ObjectStore(SnapshotStore):
         self._root = str(root).rstrip("/")
         self.url = url
         self._manifests: dict[int, bytes] = {}
-        """Those seen here: a manifest never changes."""
+        """Those last seen here: a manifest never changes."""
+        self._num_manifests = max(NUM_MANIFESTS, 2 * keyframe_every)
+        self._newest: int | None = None
         super().__init__(ObjectBlobs(self._fs, f"{self._root}/blobs"), keyframe_every=keyframe_every, threads=threads)
 
     def __str__(self) -> str:
@@ -122,7 +124,7 @@ class ObjectStore(SnapshotStore):
         # An answer that was lost may have committed: the second try then finds the manifest, and `publish` compares.
         created = again(create, f"committing version {version}")
         if created:
-            self._manifests[version] = manifest
+            _remember(self._manifests, version, manifest, self._num_manifests)
         return created
 
     def _read(self, version: int) -> bytes | None:
@@ -137,10 +139,19 @@ class ObjectStore(SnapshotStore):
 
         if version not in self._manifests:
             data = again(read, f"reading the manifest of version {version}")
-            if data is None:
-                return None
-            self._manifests[version] = data
+            if data is not None:
+                _remember(self._manifests, version, data, self._num_manifests)
+            return data
         return self._manifests[version]
+
+    def head(self) -> int | None:
+        """Versions have no gaps and never go: who knows one asks for the next, and lists them all only at first."""
+        if self._newest is None:
+            self._newest = super().head()
+        else:
+            while self._read(self._newest + 1) is not None:
+                self._newest += 1
+        return self._newest
 
     def _versions(self) -> list[int]:
         def names() -> list[str]:
@@ -150,6 +161,13 @@ class ObjectStore(SnapshotStore):
                 return []
 
         return versions_among(name.rpartition("/")[2] for name in again(names, "listing the versions"))
+
+
+def _remember(recent: dict[K, V], key: K, value: V, num: int) -> None:
+    """The last `num` that were new; nothing here grows with the history of a store."""
+    recent[key] = value
+    while len(recent) > num:
+        del recent[next(iter(recent))]
 
 
 def again(call: Callable[[], T], what: str) -> T:
