@@ -3,15 +3,16 @@
 Only those where compiling pays are here; `kernels` takes the others from `plain`.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from tidemill.core.errors import DeltaError
-from tidemill.deltas.words import Words
+from tidemill.deltas.plain import LEFT_OVER, OUTSIDE, check_found
+from tidemill.deltas.words import I64, U8, Words
 
-U8 = NDArray[np.uint8]
-I64 = NDArray[np.int64]
 FAR = 1 << 60
 """A gap that no tensor reaches."""
 
@@ -96,10 +97,10 @@ def _positions(old: Words, shift: int, group: U8, invert: NDArray[np.bool_], gap
     return found[:num].astype(np.int64)
 
 
-def positions(old: Words, shift: int, group: U8, invert: NDArray[np.bool_], gaps: I64, num_items: I64) -> I64:
-    found = _positions(old, shift, group, invert, gaps, num_items)
+def positions(*arguments: Any) -> I64:
+    found = _positions(*arguments)
     if found.size and found[0] < 0:
-        raise DeltaError("damaged delta: a position lies outside the tensor")
+        raise DeltaError(OUTSIDE)
     return found
 
 
@@ -125,10 +126,9 @@ def _values(
     starts: I64,
     counts: I64,
     invert: NDArray[np.bool_],
-    sign: NDArray[np.bool_],
-    octave: I64,
-    upper: NDArray[np.bool_],
-) -> bool:
+) -> tuple[bool, NDArray[np.bool_], I64, NDArray[np.bool_]]:
+    num = value_group.size
+    sign, octave, upper = np.zeros(num, np.bool_), np.zeros(num, np.int64), np.zeros(num, np.bool_)
     ahead = np.full(counts.size, FAR, np.int64)
     slot = starts.copy()
     ends = starts + counts
@@ -136,7 +136,7 @@ def _values(
         if counts[v] > 0:
             ahead[v] = gaps[slot[v]]
     num_columns = vectors.shape[1]
-    for i in range(value_group.size):
+    for i in range(num):
         g = value_group[i]  # a row of `vectors` as a view would be slow here
         sign[i] = _drawn(vectors[g, sub[i]], ahead, slot, gaps, ends, invert)
         level = 0
@@ -147,22 +147,13 @@ def _values(
         octave[i] = level
         if level == 1:
             upper[i] = _drawn(vectors[g, 2], ahead, slot, gaps, ends, invert)
-    return bool(np.all(slot == ends))
+    return bool(np.all(slot == ends)), sign, octave, upper
 
 
-def values(
-    value_group: U8,
-    sub: U8,
-    vectors: NDArray[np.int32],
-    gaps: I64,
-    starts: I64,
-    counts: I64,
-    invert: NDArray[np.bool_],
-) -> tuple[NDArray[np.bool_], I64, NDArray[np.bool_]]:
-    num = value_group.size
-    sign, octave, upper = np.zeros(num, np.bool_), np.zeros(num, np.int64), np.zeros(num, np.bool_)
-    if not _values(value_group, sub, vectors, gaps, starts, counts, invert, sign, octave, upper):
-        raise DeltaError("damaged delta: values are left over")
+def values(*arguments: Any) -> tuple[NDArray[np.bool_], I64, NDArray[np.bool_]]:
+    is_whole, sign, octave, upper = _values(*arguments)
+    if not is_whole:
+        raise DeltaError(LEFT_OVER)
     return sign, octave, upper
 
 
@@ -185,7 +176,7 @@ def _quotients(data: U8, num: int) -> I64:
 def quotients(data: bytes, num: int) -> I64:
     found = _quotients(np.frombuffer(data, np.uint8), num)
     if found.size and found[0] < 0:
-        raise DeltaError(f"damaged delta: {num} runs were announced, {-1 - int(found[0])} found")
+        check_found(num, -1 - int(found[0]), "runs")
     return found
 
 
@@ -208,7 +199,5 @@ def _fields(data: U8, widths: I64) -> I64:
 
 
 def fields(data: bytes, widths: I64) -> I64:
-    num_bytes = (int(widths.sum()) + 7) // 8
-    if len(data) != num_bytes:
-        raise DeltaError(f"damaged delta: {num_bytes} bytes were announced, {len(data)} found")
+    check_found((int(widths.sum()) + 7) // 8, len(data), "bytes")
     return _fields(np.frombuffer(data, np.uint8), widths)

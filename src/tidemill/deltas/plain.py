@@ -1,6 +1,7 @@
 """The codec's inner loops in numpy. `compiled` has the same functions in numba; both read and write the same bytes.
 
-All arrays are flat. `group` maps an exponent class to the number of a group, 255 meaning none.
+What they take, return and refuse is said here, for both. All arrays are flat. `group` maps an exponent class to the
+number of a group, 255 meaning none.
 """
 
 from typing import Any
@@ -9,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.core.errors import DeltaError
-from tidemill.deltas.words import Words
+from tidemill.deltas.words import I64, U8, Words
 
 NO_GROUP = 255
-U8 = NDArray[np.uint8]
-I64 = NDArray[np.int64]
+OUTSIDE = "damaged delta: a position lies outside the tensor"
+LEFT_OVER = "damaged delta: values are left over"
 
 
 def class_counts(old: Words, shift: int, mask: int) -> I64:
@@ -46,7 +47,7 @@ def positions(old: Words, shift: int, group: U8, invert: NDArray[np.bool_], gaps
         places = np.cumsum(gaps[start : start + num] + 1) - 1
         start += num
         if num and places[-1] >= members.size:
-            raise DeltaError("damaged delta: a position lies outside the tensor")
+            raise DeltaError(OUTSIDE)
         if invert[number]:
             found.append(np.delete(members, places))
         else:
@@ -58,17 +59,14 @@ def quotients(data: bytes, num: int) -> I64:
     """`num` unary numbers: each as many zero bits, least significant first, and a one. Raises `DeltaError`."""
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
     ones = np.flatnonzero(bits)
-    if ones.size != num:
-        raise DeltaError(f"damaged delta: {num} runs were announced, {ones.size} found")
+    check_found(num, ones.size, "runs")
     return np.diff(ones, prepend=-1) - 1
 
 
 def fields(data: bytes, widths: I64) -> I64:
     """Numbers of `widths` bits (0 to 31) each, least significant bit first, without gaps. Raises `DeltaError`."""
     ends = np.cumsum(widths)
-    num_bits = int(ends[-1]) if ends.size else 0
-    if len(data) != (num_bits + 7) // 8:
-        raise DeltaError(f"damaged delta: {(num_bits + 7) // 8} bytes were announced, {len(data)} found")
+    check_found((int(widths.sum()) + 7) // 8, len(data), "bytes")
     padded = np.frombuffer(data + bytes(8), np.uint8).astype(np.uint64)
     starts = ends - widths
     first = starts >> 3
@@ -77,6 +75,11 @@ def fields(data: bytes, widths: I64) -> I64:
         value |= padded[first + byte] << np.uint64(8 * byte)
     value >>= (starts & 7).astype(np.uint64)
     return (value & ((np.uint64(1) << widths.astype(np.uint64)) - np.uint64(1))).astype(np.int64)
+
+
+def check_found(announced: int, found: int, what: str) -> None:
+    if announced != found:
+        raise DeltaError(f"damaged delta: {announced} {what} were announced, {found} found")
 
 
 def pack_quotients(values: I64) -> bytes:
@@ -148,7 +151,7 @@ def values(
             ones = members[octave[members] == 1]
             upper[ones] = bits(row[2], ones.size)
     if used != int(counts[_value_vectors(vectors)].sum()):
-        raise DeltaError("damaged delta: values are left over")
+        raise DeltaError(LEFT_OVER)
     return sign, octave, upper
 
 

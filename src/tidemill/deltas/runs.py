@@ -16,8 +16,8 @@ from tidemill.core.errors import DeltaError
 from tidemill.deltas import plain
 from tidemill.deltas.kernels import Kernels
 from tidemill.deltas.wire import Reader, varint
+from tidemill.deltas.words import I64
 
-I64 = NDArray[np.int64]
 MAX_SHIFT = 31
 _INVERT = 0x20
 _GOLDEN = (sqrt(5) - 1) / 2

@@ -32,10 +32,8 @@ from tidemill.deltas import contexts, plain
 from tidemill.deltas.kernels import Kernels
 from tidemill.deltas.runs import RunReader, RunWriter
 from tidemill.deltas.wire import Reader, varint
-from tidemill.deltas.words import Kind, Words, ordered, unordered
+from tidemill.deltas.words import I64, U8, Kind, Words, ordered, unordered
 
-I64 = NDArray[np.int64]
-U8 = NDArray[np.uint8]
 _COLUMN_SIGNS = 1
 _FIRST_PLANE = 3
 

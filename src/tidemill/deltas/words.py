@@ -21,6 +21,8 @@ from tidemill.core.errors import DeltaError
 
 Words = NDArray[Any]
 """An array of uint8, uint16, uint32 or uint64."""
+U8 = NDArray[np.uint8]
+I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
