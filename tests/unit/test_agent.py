@@ -12,11 +12,12 @@ from support.small_policy import small_policy_run
 from support.small_repository import write_repository
 from tidemill.core.records import ToolCall
 from tidemill.core.seams import Chunk, EngineStatus, GenerationRequest, Weights
+from tidemill.episodes.generation import Sampling
 from tidemill.episodes.mend import TOOLS
 from tidemill.episodes.scripted import ScriptedEngine
-from tidemill.run.agent import policy as policies
-from tidemill.run.agent.policy import open_policy
+from tidemill.run import policy as policies
 from tidemill.run.cli import main
+from tidemill.run.policy import open_policy
 from tidemill.tasks import packages
 from tidemill.text.compact import CompactRenderer
 
@@ -71,6 +72,7 @@ def says(monkeypatch: pytest.MonkeyPatch, run: Path) -> Callable[..., None]:
                 await self.inner.close()
 
         monkeypatch.setattr("tidemill.engines.embedded.EmbeddedEngine", Engine)
+        monkeypatch.setattr("tidemill.run.agent.mending.sampling_of", lambda recipe: Sampling())  # no grammar binds it
 
     return install
 

@@ -17,7 +17,7 @@ from tidemill.episodes.grading import Grader
 from tidemill.episodes.harness import run_episode
 from tidemill.episodes.mend import MendEnvironment
 from tidemill.run.agent.narration import NarratedEnvironment, NarratedRenderer
-from tidemill.run.agent.policy import Policy, open_policy
+from tidemill.run.policy import Policy, open_policy
 from tidemill.sandboxes.layers import installed_layer
 from tidemill.sandboxes.local import LocalTier
 

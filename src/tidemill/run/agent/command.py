@@ -5,11 +5,12 @@ import asyncio
 import sys
 from pathlib import Path
 
-from tidemill.core.errors import EngineError, UsageError
+from tidemill.core.errors import UsageError
 from tidemill.episodes.mend import TOOLS
 from tidemill.run.agent.mending import Mended, Order, mend
 from tidemill.run.agent.patch import apply, unified_diff
-from tidemill.run.agent.policy import Policy, open_policy
+from tidemill.run.lifeline import lifeline
+from tidemill.run.policy import Policy, open_policy
 from tidemill.run.services.rollouts import open_tier
 from tidemill.text.terminal import printable
 
@@ -50,21 +51,17 @@ async def _mend(order: Order, policy: Policy, tier_name: str) -> Mended | None:
     from tidemill.engines.embedded import EmbeddedEngine
 
     torch.set_num_threads(1)  # as in training
-    deaths: list[BaseException] = []
     config = EngineConfig(name="agent-0", num_slots=1, context_tokens=policy.recipe.policy.max_context_tokens)
-    engine = EmbeddedEngine(config, on_death=deaths.append)
     tier = open_tier(tier_name, "agent")
-    try:
-        tier.reap()
-        engine.swap(policy.version, policy.weights)
-        return await mend(order, policy, engine, tier, tell)
-    except Exception as error:
-        if deaths:
-            raise EngineError(f"the engine died: {deaths[0]}") from error
-        raise
-    finally:
-        await tier.close()
-        await engine.close()
+    async with lifeline() as died:
+        engine = EmbeddedEngine(config, on_death=died)
+        try:
+            tier.reap()
+            engine.swap(policy.version, policy.weights)
+            return await mend(order, policy, engine, tier, tell)
+        finally:
+            await tier.close()
+            await engine.close()
 
 
 def show(mended: Mended) -> None:

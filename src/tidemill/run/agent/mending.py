@@ -17,7 +17,7 @@ from tidemill.episodes.harness import run_episode
 from tidemill.episodes.mend import PASSED, TOOLS, MendEnvironment
 from tidemill.run.agent.narration import NarratedEnvironment, NarratedRenderer, Say
 from tidemill.run.agent.patch import path_inside
-from tidemill.run.agent.policy import Policy
+from tidemill.run.policy import Policy
 from tidemill.run.services.rollouts import sampling_of, within_context
 from tidemill.tasks.broken import Diagnosis, Suspect, broken_by, diagnose, matching_tests, suspects, task_of
 from tidemill.tasks.build import BuiltTask

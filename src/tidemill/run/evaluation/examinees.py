@@ -1,22 +1,21 @@
 """From the command line to a player: a checkpoint in an engine of our own, a scripted agent, an endpoint."""
 
 import argparse
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.core.errors import StoreError, UsageError
+from tidemill.core.errors import UsageError
 from tidemill.core.seams import Environment
-from tidemill.deltas.store import FolderStore
 from tidemill.episodes.chat import NAME as CHAT
 from tidemill.episodes.chat_client import ChatClient
 from tidemill.run.evaluation.players import ChatPlayer, Player, PolicyPlayer, ScriptedPlayer
 from tidemill.run.evaluation.results import About
 from tidemill.run.folder import RunFolder
-from tidemill.run.services.context import saved_recipe
+from tidemill.run.lifeline import lifeline
+from tidemill.run.policy import open_version
 from tidemill.tasks.commands import window
 from tidemill.tasks.folder import TaskSet
 from tidemill.text.compact import CompactRenderer
@@ -62,52 +61,32 @@ def run_and_version(checkpoint: str) -> tuple[RunFolder, int | None]:
 @asynccontextmanager
 async def _checkpoint(arguments: argparse.Namespace) -> AsyncIterator[Examinee]:
     folder, wanted = run_and_version(arguments.checkpoint)
-    recipe = saved_recipe(folder)
-    store = FolderStore(folder.store)
-    head = store.head()
-    if head is None:
-        raise UsageError(f"{folder.path} has published no version yet: wait for version 0, or give another run")
-    version = head if wanted is None else wanted
-    if not 0 <= version <= head:
-        raise UsageError(f"{folder.path} has no version {version}: give {folder.path.name}@0 to @{head}")
-    try:
-        weights = store.load(version)
-        tokenizer = Tokenizer.from_files(weights.tokenizer)
-    except (StoreError, ValueError) as error:
-        raise UsageError(f"version {version} of {folder.path} cannot be used: {error}") from error
+    policy = open_version(folder, wanted, named=f"{folder.path.name}@")
+    version, recipe = policy.version, policy.recipe
     import torch
 
     from tidemill.engines.batcher import EngineConfig
     from tidemill.engines.embedded import EmbeddedEngine
 
     torch.set_num_threads(1)  # small policies are slower with more: see docs/log.md
-    deaths: list[BaseException] = []
-    loop, me = asyncio.get_running_loop(), asyncio.current_task()
-    assert me is not None
-
-    def died(error: BaseException) -> None:
-        deaths.append(error)
-        loop.call_soon_threadsafe(me.cancel)
-
     config = EngineConfig(name="evaluation", num_slots=arguments.slots, context_tokens=recipe.policy.max_context_tokens)
-    engine = EmbeddedEngine(config, on_death=died)
     temperature = recipe.rl.temperature if arguments.temperature is None else arguments.temperature
-    try:
-        engine.swap(version, weights)
-        yield Examinee(
-            name=f"{folder.path.name}@{version}",
-            player=lambda tasks: PolicyPlayer(engine, tokenizer, recipe, version=version, temperature=temperature),
-            about={"run_id": folder.info().run_id, "version": version, "temperature": temperature},
-            seed=recipe.seed,
-            max_window_lines=recipe.max_window_lines,
-            environments=recipe.environments,
-        )
-    except asyncio.CancelledError:
-        if deaths:
-            raise deaths[0] from None
-        raise
-    finally:
-        await engine.close()
+    async with lifeline() as died:
+        engine = EmbeddedEngine(config, on_death=died)
+        try:
+            engine.swap(version, policy.weights)
+            yield Examinee(
+                name=f"{folder.path.name}@{version}",
+                player=lambda tasks: PolicyPlayer(
+                    engine, policy.tokenizer, recipe, version=version, temperature=temperature
+                ),
+                about={"run_id": folder.info().run_id, "version": version, "temperature": temperature},
+                seed=recipe.seed,
+                max_window_lines=recipe.max_window_lines,
+                environments=recipe.environments,
+            )
+        finally:
+            await engine.close()
 
 
 @asynccontextmanager

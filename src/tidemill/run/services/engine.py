@@ -10,6 +10,7 @@ from tidemill.engines.batcher import EngineConfig
 from tidemill.engines.embedded import EmbeddedEngine
 from tidemill.engines.follower import Follower
 from tidemill.engines.http import engine_app
+from tidemill.run.lifeline import lifeline
 from tidemill.run.services.context import Context
 
 
@@ -24,45 +25,34 @@ def engine_config(context: Context) -> EngineConfig:
 
 
 async def serve(context: Context) -> None:
-    deaths: list[BaseException] = []
-
-    loop = asyncio.get_running_loop()
-    over = asyncio.Event()
-
-    def died(error: BaseException) -> None:
-        deaths.append(error)
-        loop.call_soon_threadsafe(over.set)
-
-    engine = EmbeddedEngine(engine_config(context), on_death=died)
-    follower = Follower(context.store, engine, context.events, on_death=died)
-    follower.start()
-    server = uvicorn.Server(
-        uvicorn.Config(
-            engine_app(engine, context.folder.token()),
-            host="127.0.0.1",
-            port=context.ports[context.who],
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=2,
-        )
-    )
-    serving, dying = asyncio.create_task(server.serve()), asyncio.create_task(over.wait())
-    try:
-        await asyncio.wait({serving, dying}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        dying.cancel()
-        server.should_exit = True
-        await asyncio.wait({serving})
-        with suppress(EngineUnavailable):
-            status = await engine.status()
-            context.events.write(
-                "served",
-                version=status.version,
-                numbers={"prefill_tokens": status.prefill_tokens, "sampled_tokens": status.sampled_tokens},
+    async with lifeline() as died:
+        engine = EmbeddedEngine(engine_config(context), on_death=died)
+        follower = Follower(context.store, engine, context.events, on_death=died)
+        follower.start()
+        server = uvicorn.Server(
+            uvicorn.Config(
+                engine_app(engine, context.folder.token()),
+                host="127.0.0.1",
+                port=context.ports[context.who],
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=2,
             )
-        follower.close()
-        await engine.close()
-    if deaths:
-        raise deaths[0]
-    serving.result()
+        )
+        serving = asyncio.create_task(server.serve())
+        try:
+            await asyncio.wait({serving})
+        finally:
+            server.should_exit = True
+            await asyncio.wait({serving})
+            with suppress(EngineUnavailable):
+                status = await engine.status()
+                context.events.write(
+                    "served",
+                    version=status.version,
+                    numbers={"prefill_tokens": status.prefill_tokens, "sampled_tokens": status.sampled_tokens},
+                )
+            follower.close()
+            await engine.close()
+        serving.result()

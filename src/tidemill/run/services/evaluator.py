@@ -10,6 +10,7 @@ from tidemill.core.records import Attempt, Episode
 from tidemill.engines.embedded import EmbeddedEngine
 from tidemill.reports.evaluation import EvalRow, read_rows
 from tidemill.run.evaluation.rows import MAX_TRIES, played, row_of
+from tidemill.run.lifeline import lifeline
 from tidemill.run.loops import evaluate
 from tidemill.run.services.context import Context
 from tidemill.run.services.curriculum import evaluation_tasks
@@ -24,36 +25,25 @@ def versions_to_examine(num_updates: int, every: int) -> list[int]:
 
 async def serve(context: Context) -> None:
     recipe = context.recipe
-    deaths: list[BaseException] = []
-    loop, me = asyncio.get_running_loop(), asyncio.current_task()
-    assert me is not None
-
-    def died(error: BaseException) -> None:
-        deaths.append(error)
-        loop.call_soon_threadsafe(me.cancel)
-
     drop_cut_off_line(context.folder.eval)
-    engine = EmbeddedEngine(engine_config(context), on_death=died)
-    rollouts = await open_rollouts(context, engine)
+    async with lifeline() as died:
+        engine = EmbeddedEngine(engine_config(context), on_death=died)
+        rollouts = await open_rollouts(context, engine)
 
-    async def examine(version: int) -> None:
-        engine.swap(version, context.store.load(version))
-        await _examine(context, rollouts, version)
+        async def examine(version: int) -> None:
+            engine.swap(version, context.store.load(version))
+            await _examine(context, rollouts, version)
 
-    try:
-        await evaluate(
-            context.store,
-            examine,
-            versions=versions_to_examine(recipe.rl.num_updates, recipe.evaluation.every),
-            events=context.events,
-        )
-    except asyncio.CancelledError:
-        if deaths:
-            raise deaths[0] from None
-        raise
-    finally:
-        await rollouts.workshop.tier.close()
-        await engine.close()
+        try:
+            await evaluate(
+                context.store,
+                examine,
+                versions=versions_to_examine(recipe.rl.num_updates, recipe.evaluation.every),
+                events=context.events,
+            )
+        finally:
+            await rollouts.workshop.tier.close()
+            await engine.close()
 
 
 async def _examine(context: Context, rollouts: Rollouts, version: int) -> None:

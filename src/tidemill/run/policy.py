@@ -45,26 +45,34 @@ class Policy:
         return f"{now[:12]}, as in training"
 
 
-def open_policy(path: str | None, version: int | None) -> Policy:
-    """Raises `UsageError` where there is no run, or no such version."""
-    folder = RunFolder(Path(path)) if path is not None else newest_run(RUNS)
+def open_version(folder: RunFolder, version: int | None, *, named: str) -> Policy:
+    """That version, or the newest one; `named`: what stands before its number on the command line.
+
+    Raises `UsageError` where there is no run, or no such version.
+    """
     try:
         folder.info()
         recipe = saved_recipe(folder)
     except (RunFolderError, FileNotFoundError) as error:
-        raise UsageError(f"{error}: give --run the --out folder of a `tidemill run`") from error
+        raise UsageError(f"{error}: give the --out folder of a `tidemill run`") from error
     head = FolderStore(folder.store).head() if folder.store.is_dir() else None
     if head is None:
-        raise UsageError(f"{folder.path} has published no version yet: wait for version 0, or give another --run")
+        raise UsageError(f"{folder.path} has published no version yet: wait for version 0, or give another run")
     chosen = head if version is None else version
     if not 0 <= chosen <= head:
-        raise UsageError(f"{folder.path} has no version {chosen}: give --version 0 to {head}")
+        raise UsageError(f"{folder.path} has no version {chosen}: give {named}0 to {head}")
     try:
         weights = FolderStore(folder.store).load(chosen)
         tokenizer = Tokenizer.from_files(weights.tokenizer)
     except (StoreError, ValueError) as error:
         raise UsageError(f"version {chosen} of {folder.path} cannot be used: {error}") from error
     return Policy(folder=folder, version=chosen, weights=weights, recipe=recipe, tokenizer=tokenizer)
+
+
+def open_policy(path: str | None, version: int | None) -> Policy:
+    """Of `tidemill agent --run PATH --version N`. Raises `UsageError`."""
+    folder = RunFolder(Path(path)) if path is not None else newest_run(RUNS)
+    return open_version(folder, version, named="--version ")
 
 
 def newest_run(runs: Path) -> RunFolder:
