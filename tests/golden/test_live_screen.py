@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -57,17 +58,8 @@ CPT = Facts(
     elapsed_s=61.0,
     eta_s=96.0,
     last={"stage": "cpt", "nll": 3.2184, "tokens_per_s": 15_800.0},
-    counts=JournalCounts(
-        run_id=COUNTS.run_id,
-        config={"max_age": 2},
-        halted="",
-        demonstrations=(31, 180),
-        accepted=0,
-        trained=0,
-        queued=0,
-        rejected=0,
-        leased=0,
-        recent_tokens=0,
+    counts=msgspec.structs.replace(
+        COUNTS, demonstrations=(31, 180), accepted=0, trained=0, queued=0, rejected=0, leased=0
     ),
     cores={"learner": 0.99},
 )

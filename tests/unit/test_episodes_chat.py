@@ -68,6 +68,7 @@ def test_a_whole_conversation() -> None:
 
 def test_tools_become_json_schema() -> None:
     schema = tool_schema(Echo.tools[0])["function"]["parameters"]
+    assert schema["additionalProperties"] is False, "this API is told so, documents of episodes are not"
     assert schema["properties"] == {"text": {"type": "string"}} and schema["required"] == ["text"]
 
 

@@ -21,6 +21,11 @@ def test_an_episode_as_a_document() -> None:
     steps = made["steps"]
     assert isinstance(steps, list)
     assert made["schema_version"] == "ATIF-v1.8"
+    assert made["agent"]["tool_definitions"][0]["function"]["parameters"] == {  # type: ignore[index]
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+    }
     assert [step["step_id"] for step in steps] == [1, 2, 3, 4]
     assert [step["source"] for step in steps] == ["user", "agent", "agent", "agent"]
     ids: list[int] = []

@@ -19,6 +19,7 @@ import msgspec
 from tidemill.core.errors import EngineError, EngineUnavailable, RequestRefused, UsageError
 from tidemill.core.records import Record
 from tidemill.core.seams import ToolSpec
+from tidemill.core.tools import function_schema
 
 MAX_RETRY_AFTER_S = 60.0
 _AWAY = frozenset({408, 409, 425, 429})
@@ -82,20 +83,10 @@ class _Models(msgspec.Struct):
 
 
 def tool_schema(tool: ToolSpec) -> dict[str, Any]:
-    """The tool as JSON schema, in the API's envelope."""
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": {
-                "type": "object",
-                "properties": {name: {"type": kind} for name, kind in tool.parameters.items()},
-                "required": list(tool.required),
-                "additionalProperties": False,
-            },
-        },
-    }
+    """As the API is told it: no other arguments."""
+    schema = function_schema(tool)
+    schema["function"]["parameters"]["additionalProperties"] = False
+    return schema
 
 
 @final

@@ -5,6 +5,7 @@ from typing import Any
 
 from tidemill.core.records import Episode, Observation, Segment, Step, ToolCall
 from tidemill.core.seams import ToolSpec
+from tidemill.core.tools import function_schema
 
 SCHEMA_VERSION = "ATIF-v1.8"
 
@@ -35,7 +36,7 @@ def atif(
             "name": "tidemill",
             "version": agent_version,
             "model_name": model_name,
-            "tool_definitions": [_tool(tool) for tool in tools],
+            "tool_definitions": [function_schema(tool) for tool in tools],
         },
         "steps": steps,
         "final_metrics": {
@@ -118,18 +119,3 @@ def _result(observation: Observation, call_ids: set[str]) -> dict[str, Any]:
     """A result names its call only where the call could be parsed: the format asks for a call of the same step."""
     named = {"source_call_id": observation.call_id} if observation.call_id in call_ids else {}
     return {**named, "content": observation.text}
-
-
-def _tool(tool: ToolSpec) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": {
-                "type": "object",
-                "properties": {name: {"type": kind} for name, kind in tool.parameters.items()},
-                "required": list(tool.required),
-            },
-        },
-    }
