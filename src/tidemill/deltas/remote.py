@@ -6,6 +6,7 @@ read that was cut short) is asked for again, a few times; the name of a blob tel
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -35,8 +36,8 @@ class ObjectBlobs:
     def __init__(self, fs: Any, root: str) -> None:
         self._fs = fs
         self._root = root
-        self._known: dict[str, None] = {}
-        self._recent: dict[str, bytes] = {}
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._recent: OrderedDict[str, bytes] = OrderedDict()
 
     def path(self, name: str) -> str:
         if len(name) != 64 or not all(c in "0123456789abcdef" for c in name):
@@ -64,8 +65,8 @@ class ObjectBlobs:
                 raise OSError(f"blob {name} in {self._root} is damaged, or was cut off on the way")
             return data
 
-        if name in self._recent:
-            return self._recent[name]
+        if (recent := self._recent.get(name)) is not None:
+            return recent
         data = again(fetch, f"fetching blob {name}")
         if len(data) < ASK_BYTES:  # configuration and tokenizer are the same for every version
             _remember(self._recent, name, data, NUM_RECENT)
@@ -95,7 +96,7 @@ class ObjectStore(SnapshotStore):
             raise UsageError(f"{url} needs another package ({error}): pip install 'tidemill[s3]'") from None
         self._root = str(root).rstrip("/")
         self.url = url
-        self._manifests: dict[int, bytes] = {}
+        self._manifests: OrderedDict[int, bytes] = OrderedDict()
         """Those last seen here: a manifest never changes."""
         self._num_manifests = max(NUM_MANIFESTS, 2 * keyframe_every)
         self._newest: int | None = None
@@ -137,12 +138,12 @@ class ObjectStore(SnapshotStore):
                 raise OSError("it was cut off on the way, or is damaged")
             return data
 
-        if version not in self._manifests:
-            data = again(read, f"reading the manifest of version {version}")
-            if data is not None:
-                _remember(self._manifests, version, data, self._num_manifests)
-            return data
-        return self._manifests[version]
+        manifest = self._manifests.get(version)
+        if manifest is None:
+            manifest = again(read, f"reading the manifest of version {version}")
+            if manifest is not None:
+                _remember(self._manifests, version, manifest, self._num_manifests)
+        return manifest
 
     def head(self) -> int | None:
         """Versions have no gaps and never go: who knows one asks for the next, and lists them all only at first."""
@@ -163,11 +164,11 @@ class ObjectStore(SnapshotStore):
         return versions_among(name.rpartition("/")[2] for name in again(names, "listing the versions"))
 
 
-def _remember(recent: dict[K, V], key: K, value: V, num: int) -> None:
+def _remember(recent: OrderedDict[K, V], key: K, value: V, num: int) -> None:
     """The last `num` that were new; nothing here grows with the history of a store."""
     recent[key] = value
     while len(recent) > num:
-        del recent[next(iter(recent))]
+        recent.popitem(last=False)  # whole, whatever another thread remembers meanwhile
 
 
 def again(call: Callable[[], T], what: str) -> T:
