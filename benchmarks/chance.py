@@ -1,8 +1,13 @@
-"""What guessing is worth on a task set, worked out without a sandbox: `python benchmarks/chance.py [TASKS] [LINES]`.
+"""What two agents' guessing is worth on a task set, worked out without a sandbox: `python benchmarks/chance.py [TASKS]
+[LINES]`.
 
-For agents that draw valid edits, none twice (`tidemill eval --agent inverse|blind`): how many they choose from, and the
-mean chance that the original repair is among their first three. Other repairs that pass as well are not counted, so
-what the agents really solve is a little more.
+For the agents that draw valid edits uniformly, none twice (`tidemill eval --agent inverse|blind`): how many they choose
+from, and the mean chance that the original repair is among the first that their turns allow. Other repairs that pass
+as well are not counted, so what the agents really solve is a little more.
+
+It is the figure of these two agents, and no bound on guessing. They take each guess back before the next one: guesses
+on one line can replace each other in one edit, which leaves turns for more of them. They draw uniformly: faults were
+not planted so, and who knows how often each operator was used draws better.
 """
 
 import asyncio
@@ -11,24 +16,28 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
-from tidemill.episodes.demonstrations import swapped_words
+from tidemill.episodes.demonstrations import TRY_STEPS
 from tidemill.episodes.mend import first_window
 from tidemill.episodes.syntax import syntax_error
+from tidemill.run.evaluation.players import Agent, guesses
 from tidemill.run.services.curriculum import chosen
 from tidemill.tasks.commands import unpack
 from tidemill.tasks.folder import TaskSet, load
-from tidemill.tasks.inverse import inverses
 from tidemill.tasks.vault import FolderVault
 
 ROOT = Path(__file__).parents[1]
-NUM_TRIES = 3
-"""In eight turns: an edit and a test, then undo, edit and test, twice."""
+AGENTS: tuple[Agent, ...] = ("inverse", "blind")
+
+
+def num_tries(max_steps: int) -> int:
+    """An edit and a test, then undo, edit and test again and again: three in eight turns."""
+    return (max_steps + 1) // TRY_STEPS
 
 
 def report(tasks: TaskSet, max_window_lines: int) -> None:
     vault = FolderVault(tasks.folder / "vault")
-    sizes: dict[str, list[int]] = {"inverse": [], "blind": []}
-    chances: dict[str, list[float]] = {"inverse": [], "blind": []}
+    sizes: dict[Agent, list[int]] = {agent: [] for agent in AGENTS}
+    chances: dict[Agent, list[float]] = {agent: [] for agent in AGENTS}
     names = chosen(tasks.tasks, "heldout", max_window_lines=max_window_lines, seed=0, purpose="evaluation")
     for name in names:
         task = tasks.task(name)
@@ -37,19 +46,18 @@ def report(tasks: TaskSet, max_window_lines: int) -> None:
             for tree in (tasks.workspace(task), vault.verifier(name).gold)
         )
         first, num_lines = first_window(task)
-        window = first, first + num_lines - 1
-        guesses = {"inverse": inverses(source, *window)}
-        guesses["blind"] = list(dict.fromkeys([*guesses["inverse"], *swapped_words(source, *window)]))
-        for agent, found in guesses.items():
+        for agent in AGENTS:
+            found = guesses(agent, source, first, first + num_lines - 1)
             valid = [guess for guess in found if syntax_error(guess) is None]
             sizes[agent].append(len(valid))
-            chances[agent].append(min(1.0, NUM_TRIES / len(valid)) if gold in valid else 0.0)
+            chance = min(1.0, num_tries(task.limits.max_steps) / max(len(valid), 1))
+            chances[agent].append(chance if gold in valid else 0.0)
     print(f"{len(names)} held-out tasks of at most {max_window_lines} lines")
-    for agent, found in chances.items():
+    for agent, each in chances.items():
         spread = f"{min(sizes[agent])} to {max(sizes[agent])}, median {median(sizes[agent]):.0f}"
-        reached = sum(chance > 0 for chance in found)
+        reached = sum(chance > 0 for chance in each)
         print(
-            f"{agent:<8} chance {mean(found):.4f}; {spread} valid guesses; the repair is among them in {reached} tasks"
+            f"{agent:<8} chance {mean(each):.4f}; {spread} valid guesses; the repair is among them in {reached} tasks"
         )
 
 

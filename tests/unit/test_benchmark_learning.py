@@ -1,6 +1,5 @@
 """The tables of the learning claim: what they price RL at, and what they say of evaluations that lie there."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from support.benchmarks import benchmark
 from support.eval_rows import rows
 from support.synthetic_run import synthetic_run
 from tidemill.reports.evaluation import EvalRow
@@ -16,12 +16,7 @@ from tidemill.reports.rundata import RunData
 
 @pytest.fixture(scope="module")
 def learning() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "learning.py"
-    spec = importlib.util.spec_from_file_location("learning", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("learning")
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,8 @@ class ScriptedPlayer:
     | noop    | submits at once: anything but 0 % is one, too                                                      |
     | blind   | draws valid edits of one token, none twice, tests each and submits the first that passes           |
     | inverse | the same, among the edits alone that undo a fault which the task maker can plant: it knows the game |
+
+    Who guesses draws uniformly, and takes each guess back before the next one: see `benchmarks/chance.py`.
     """
 
     version = -1
@@ -114,11 +116,16 @@ class ScriptedPlayer:
             source = next(file.data.decode("utf-8") for file in repository.files if file.path == path)
             first, num_lines = first_window(task)
             window = first, first + num_lines - 1
-            words = swapped_words(source, *window) if self._agent == "blind" else []
-            self._guesses[task.id] = list(dict.fromkeys([*inverses(source, *window), *words]))
+            self._guesses[task.id] = guesses(self._agent, source, *window)
         order = list(self._guesses[task.id])
         random.Random(f"{seed}/{task.id}/guesses").shuffle(order)
         return (guess for guess in order if syntax_error(guess) is None)
+
+
+def guesses(agent: Agent, source: str, first_line: int, last_line: int) -> list[str]:
+    """What `blind` or `inverse` draws from; some of it may be no valid Python."""
+    words = swapped_words(source, first_line, last_line) if agent == "blind" else []
+    return list(dict.fromkeys([*inverses(source, first_line, last_line), *words]))
 
 
 @final
