@@ -1,4 +1,4 @@
-"""The tables of the learning claim: what they price RL at, and what they say of evaluations that lie there."""
+"""The tables for a claim of learning: what they price RL at, and what they say of evaluations that lie there."""
 
 from pathlib import Path
 from types import ModuleType
@@ -55,7 +55,9 @@ def test_tables_of_what_is_there(learning: ModuleType, run: Path, tmp_path: Path
         write(tmp_path / f"{name}.jsonl", rows(rates, package="toolz", **facts))
     write(tmp_path / "before-greedy.jsonl", rows({task: [0] for task in before}, **facts))
     write(tmp_path / "after-greedy.jsonl", rows({task: [1] for task in before}, **facts))
+    (tmp_path / "before.about.json").write_text('{"split": "dev"}')
     lines = learning.tables(run, tmp_path)
+    assert lines[0].startswith(f"{run}, split dev; ") and "held-out" not in "\n".join(lines)
     words = [line.split() for line in lines]
     solved = next(line for line in words if line[:2] == ["pass@1", "8"])
     assert (solved[2], solved[4], solved[6]) == ("0.000", "0.562", "+0.562")
