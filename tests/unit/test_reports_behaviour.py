@@ -9,6 +9,7 @@ from tidemill.episodes.scripted import ScriptedEngine, script_of
 from tidemill.reports.behaviour import behaviours
 
 OK, BAD, EDIT, REFUSED = ("test", "passed"), ("test", "failed: x"), ("edit", "3|y"), ("edit", "refused: no")
+UNDO, NO_UNDO = ("undo", "taken back"), ("undo", "refused: no")
 
 
 def episode(steps: list[tuple[str, str]], *, solved: bool) -> Episode:
@@ -40,6 +41,10 @@ def episode(steps: list[tuple[str, str]], *, solved: bool) -> Episode:
         ([EDIT, BAD, REFUSED], False, "tested_an_edit test_told_wrong"),
         ([REFUSED, BAD, EDIT], True, ""),
         ([EDIT], True, ""),
+        ([EDIT, UNDO, BAD, EDIT], True, ""),  # it tested what it was given
+        ([EDIT, EDIT, UNDO, BAD], False, "tested_an_edit test_told_wrong"),
+        ([EDIT, BAD, UNDO, EDIT, OK], True, "tested_an_edit test_told_wrong tried_again corrected_itself"),
+        ([NO_UNDO, EDIT, BAD], False, "tested_an_edit test_told_wrong"),
         ([], False, ""),
     ],
 )
