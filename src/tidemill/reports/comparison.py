@@ -120,8 +120,11 @@ def shares(rows: Iterable[EvalRow], measure: Measure) -> dict[str, Share] | None
 
 def figure(rows: Iterable[EvalRow], measure: Measure, *, seed: int = 0) -> Estimate | None:
     """None where the rows do not tell."""
-    found = shares(rows, measure)
-    return None if not found else estimate(list(found.values()), seed=seed)
+    return _figure(shares(rows, measure), seed)
+
+
+def _figure(found: Mapping[str, Share] | None, seed: int) -> Estimate | None:
+    return estimate(list(found.values()), seed=seed) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +152,8 @@ def compare(
         found.append(
             Comparison(
                 measure=measure,
-                before=figure(old, measure, seed=seed),
-                after=figure(new, measure, seed=seed),
+                before=_figure(one, seed),
+                after=_figure(other, seed),
                 difference=None if one is None or other is None else share_difference(one, other, seed=seed),
             )
         )

@@ -25,7 +25,6 @@ from tidemill.tasks.inverse import inverses
 from tidemill.text.tokenizer import Tokenizer
 
 Agent = Literal["oracle", "noop", "blind", "inverse"]
-AGENTS: tuple[Agent, ...] = ("oracle", "noop", "blind", "inverse")
 NO_TOKEN_LIMIT = 1 << 20
 """What a script says costs it nothing: it is held by the number of its turns alone."""
 
