@@ -9,7 +9,6 @@ from tidemill.core.errors import ModelError, StoreError, UsageError
 from tidemill.core.seams import Weights
 from tidemill.deltas.store import FolderStore
 from tidemill.models.config import config_from_hf
-from tidemill.models.hf import load_folder
 from tidemill.run.config import Recipe
 from tidemill.run.folder import RunFolder
 from tidemill.run.services.context import corpus_file, model_config, tokenizer_folder
@@ -70,6 +69,8 @@ def refuse_leak(mine: TaskSet, others: TaskSet) -> None:
 
 def _policy_folder(path: Path) -> tuple[Weights, str]:
     """In the Hugging Face layout, with our tokenizer."""
+    from tidemill.models.hf import load_folder  # torch, which the supervisor would hold for the whole run
+
     try:
         return load_folder(path), path.name
     except ModelError as error:
